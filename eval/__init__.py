@@ -1,0 +1,1 @@
+"""Acceptance, speed and fidelity of drafters, measured against plain decoding and against Hugging Face generate."""

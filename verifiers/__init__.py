@@ -1,0 +1,1 @@
+"""Verification rules, one per file; `specdec.registry` has their names."""
