@@ -1,0 +1,67 @@
+"""The one table of names: what `drafter="ngram"` or `specdec eval` stands for, resolved only when asked.
+
+The core never imports a concrete drafter, verifier or command; it loads them from here by name. Anything else is
+given as an object, or on the command line as `module:Name`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+DRAFTERS = {
+    "ngram": "drafters.ngram:NGramDrafter",
+    "draft_model": "drafters.draft_model:build",
+}
+VERIFIERS = {
+    "greedy": "verifiers.greedy:GreedyVerifier",
+    "rejection": "verifiers.rejection:RejectionVerifier",
+}
+COMMANDS = {
+    "eval": "eval.command:run",
+}
+OWN_PACKAGES = ("drafters", "verifiers", "heads", "train", "eval")
+
+
+def known(table: dict[str, str], name: str, kind: str) -> Any:
+    """The object that `name` stands for in `table`.
+
+    Raises ValueError that lists the known names for a name that is not in it."""
+    if name not in table:
+        raise ValueError(
+            f"unknown {kind} {name!r}: known are {', '.join(sorted(table))}; a {kind} of your own is given as an "
+            f"object, or on the command line as module:Name"
+        )
+    return imported(table[name])
+
+
+def imported(path: str) -> Any:
+    """The attribute that `module:Name` names, a user's (from the working directory too) or ours.
+
+    Raises ImportError, in one sentence, where one of our package names is shadowed by another module, and ValueError
+    where the path is malformed or the module has no such attribute."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"{path!r} is not of the form module:Name, for example my_drafter:MyDrafter")
+    package = module_name.partition(".")[0]
+    if package in OWN_PACKAGES:
+        _check_not_shadowed(package)
+    elif "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _check_not_shadowed(package: str) -> None:
+    ours = Path(__file__).resolve().parent.parent / package
+    module = importlib.import_module(package)
+    found = Path(module.__file__ or next(iter(module.__path__))).resolve()
+    if ours not in (found, *found.parents):
+        raise ImportError(
+            f"specdec needs its own package {package!r} but Python found {found} first: run from another folder, or "
+            f"rename that file or package"
+        )
