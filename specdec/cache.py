@@ -1,0 +1,160 @@
+"""Slot KV cache: one buffer per layer in which every row owns a run of slots.
+
+Row b's token at position i sits in slot i of that row, so rolling back rejected drafts is a smaller length and nothing
+else: the slots past it are overwritten by the next step. Rows are known by a stable id; where they sit in the buffer
+is this file's affair, and it keeps the used ones contiguous (a freed place is filled by the last used one), so that
+attention always works on a view of the first n places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+if TYPE_CHECKING:
+    from specdec.step import Step
+
+BUCKET = 64  # slots handed to attention, and capacity, are multiples of this
+GROWTH = 1.25  # capacity grows with the text by this factor, so copying stays a small part of the work
+
+
+def bucketed(slots: int) -> int:
+    """The smallest multiple of BUCKET that holds `slots`."""
+    return -(-slots // BUCKET) * BUCKET
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, each [places * capacity + 1, H_kv, D]; the last index is where padding goes."""
+
+    is_sliding = False  # windows are the mask's affair: every token keeps its slot
+
+    def __init__(self, owner: SlotCache):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, never empty: a masked slot still enters 0 * V, and 0 * NaN is NaN.
+        slots = self.owner.places * self.owner.capacity + 1
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the step's keys and values ([1, H_kv, M, D] packed or [n, H_kv, T, D] padded) to their slots.
+
+        Returns views [n, H_kv, S, D] over the first n places and S slots that the step may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.owner.step
+        self.keys.index_copy_(0, step.flat_slots, key_states.transpose(1, 2).flatten(0, 1))
+        self.values.index_copy_(0, step.flat_slots, value_states.transpose(1, 2).flatten(0, 1))
+        return self._view(self.keys, step), self._view(self.values, step)
+
+    def _view(self, buffer: Tensor, step: Step) -> Tensor:
+        by_place = buffer[:-1].unflatten(0, (self.owner.places, self.owner.capacity))
+        return by_place[: step.places, : step.slots].transpose(1, 2)
+
+    def resize(self, places: int, capacity: int) -> None:
+        """Take the owner's new size, keeping what the old one, `places` times `capacity`, held."""
+        for name in ("keys", "values"):
+            buffer = getattr(self, name)
+            grown = buffer.new_zeros(self.owner.places * self.owner.capacity + 1, *buffer.shape[1:])
+            by_place = grown[:-1].unflatten(0, (self.owner.places, self.owner.capacity))
+            by_place[:places, :capacity] = buffer[:-1].unflatten(0, (places, capacity))
+            setattr(self, name, grown)
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy flat slots; the gather is complete before the first write, so the two sets may overlap."""
+        self.keys.index_copy_(0, target, self.keys.index_select(0, source))
+        self.values.index_copy_(0, target, self.values.index_select(0, source))
+
+    def get_seq_length(self) -> int:
+        """The longest row's length: models ask before they see that positions are given."""
+        return max(self.owner.lengths.values(), default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise NotImplementedError("masks over a slot cache are built by specdec.step")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """`places` rows, each with slots for `capacity` tokens; both grow as they are needed.
+
+    lengths: row id -> cached tokens of that row (host). The caller moves it after each step.
+    step:    the step in flight; layers find their slots there (per generation, so threads do not meet).
+    """
+
+    def __init__(self, layers: int):
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        self.places = 0
+        self.capacity = 0
+        self.lengths: dict[int, int] = {}
+        self.step: Step | None = None
+        self._row_at: list[int] = []  # place -> row id
+        self._place_of: dict[int, int] = {}
+
+    def admit(self, rows: Sequence[int]) -> None:
+        """Give each row id a place. Raises ValueError for an id that has one."""
+        for row in rows:
+            if row in self._place_of:
+                raise ValueError(f"row {row} is already in the cache: release it before it is admitted again")
+            self._place_of[row] = len(self._row_at)
+            self._row_at.append(row)
+            self.lengths[row] = 0
+        if len(self._row_at) > self.places:
+            self._resize(len(self._row_at), self.capacity)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Free the rows' places; the last used place moves into each hole (one contiguous copy per layer)."""
+        for row in rows:
+            hole, last_row = self._place_of.pop(row), self._row_at.pop()
+            del self.lengths[row]
+            if last_row == row:
+                continue
+            last, length, capacity = len(self._row_at), self.lengths[last_row], self.capacity
+            for layer in self._filled_layers():
+                for buffer in (layer.keys, layer.values):
+                    buffer[hole * capacity : hole * capacity + length] = buffer[
+                        last * capacity : last * capacity + length
+                    ]
+            self._row_at[hole], self._place_of[last_row] = last_row, hole
+
+    def place(self, row: int) -> int:
+        """Where row id `row` sits now."""
+        return self._place_of[row]
+
+    def reserve(self, slots: int) -> None:
+        """Make every row able to hold `slots` tokens."""
+        if slots > self.capacity:
+            self._resize(self.places, bucketed(max(slots, int(self.capacity * GROWTH))))
+
+    def _resize(self, places: int, capacity: int) -> None:
+        old_places, old_capacity = self.places, self.capacity
+        self.places, self.capacity = places, capacity
+        for layer in self._filled_layers():
+            layer.resize(old_places, old_capacity)
+
+    def keep_path(self, row_starts: Sequence[tuple[int, int]], path: Tensor) -> None:
+        """After a tree step: move each row's accepted nodes to the slots right after its root.
+
+        row_starts: (row id, slot of the root) per row of `path` [B, P] (node indices, -1 = none)."""
+        device = path.device
+        first = torch.tensor([self.place(row) * self.capacity + start + 1 for row, start in row_starts], device=device)
+        target = first[:, None] + torch.arange(path.shape[1], device=device)
+        source = torch.where(path >= 0, first[:, None] + path, target)  # a missing node copies onto itself
+        for layer in self._filled_layers():
+            layer.copy_slots(source.flatten(), target.flatten())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' buffers."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._filled_layers())
+
+    def _filled_layers(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]

@@ -1,0 +1,221 @@
+"""The target model behind one call: a laid-out step in, logits of the scored nodes out.
+
+Two forwards give the same result: *packed* ([1, M] tokens, attention plugged in through transformers' attention
+interface) and *padded* ([n, T] tokens with an explicit 4D mask), for models that do not take part in that interface.
+The model's own code computes everything but attention, and the model is left as it was found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.attention import configs_of, switched
+from specdec.cache import SlotCache
+from specdec.compat import cache_argument
+from specdec.contracts import Draft
+from specdec.step import Segment, Step, additive, pack
+
+logger = logging.getLogger("specdec")
+
+HiddenContract = Literal["post_norm", "pre_norm"]
+
+
+class Target:
+    """A Hugging Face causal LM that runs steps over a slot cache.
+
+    model:  any decoder-only model whose state is a KV cache; others raise NotImplementedError that says why.
+    padded: force (True) or forbid (False) the padded forward; None = packed where the model supports it.
+    """
+
+    def __init__(self, model: PreTrainedModel, padded: bool | None = None):
+        refuse_unsupported(model)
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        supports_packed = bool(getattr(model, "_supports_attention_backend", False))
+        if padded is False and not supports_packed:
+            raise NotImplementedError(
+                f"{type(model).__name__} does not take part in transformers' attention interface, so it has no packed "
+                f"forward: leave `padded` unset"
+            )
+        self.padded = not supports_packed if padded is None else padded
+        if self.padded and padded is None:
+            logger.warning("%s has no attention interface: using the padded forward", type(model).__name__)
+        if self.padded and model.config._attn_implementation not in ("sdpa", "eager"):
+            raise NotImplementedError(
+                f"the padded forward needs attention 'sdpa' or 'eager', not {model.config._attn_implementation!r}: "
+                f"load {type(model).__name__} with attn_implementation='sdpa'"
+            )
+        self._configs = configs_of(model)
+        self._cache_argument = cache_argument(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        layer_types = getattr(self.config, "layer_types", None) or []
+        self._has_windows = "sliding_attention" in layer_types and self.config.sliding_window is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        head = self.model.get_output_embeddings()
+        return head.weight.shape[0] if head is not None else self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was built for, or None where the configuration does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def positions_are_a_table(self) -> bool:
+        """Whether a position past `max_positions` cannot be computed at all (learned embeddings)."""
+        return getattr(self.config, "rope_parameters", None) is None
+
+    def new_cache(self) -> SlotCache:
+        """An empty cache of this model's layers."""
+        return SlotCache(self.config.num_hidden_layers)
+
+    def pack(self, segments: list[Segment], draft: Draft, cache: SlotCache) -> Step:
+        """Lay out `segments` for `forward`; `draft` has one row per scored segment."""
+        return pack(segments, draft, cache, self.device, one_grid=self.padded)
+
+    @torch.no_grad()
+    def forward(
+        self, step: Step, cache: SlotCache, hidden: HiddenContract | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a step; its keys and values go to the cache (whose `lengths` the caller moves).
+
+        Returns logits [R, V] of the nodes `step.keep` and, if `hidden` asks for it, the final state [M, D] of every
+        packed token before or after the last norm."""
+        cache.step = step
+        with self._capture(hidden) as captured:
+            logits = self._padded_logits(step, cache) if self.padded else self._packed_logits(step, cache)
+        if self._has_windows and not self.padded and not step.windows:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has sliding-window layers but does not hand its window to attention: "
+                f"use specdec.Target(model, padded=True)"
+            )
+        if hidden is None:
+            return logits, None
+        state = captured[0].flatten(0, 1)
+        return logits, state if not self.padded else step.from_grid(state)
+
+    def _packed_logits(self, step: Step, cache: SlotCache) -> Tensor:
+        with switched(self.model, self._configs):
+            out = self.model(
+                input_ids=step.input_ids,
+                position_ids=step.position_ids,
+                # transformers hands a 4D mask on as it is; ours is built in attention, per window
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=step.input_ids.device),
+                use_cache=True,
+                specdec_step=step,
+                **{self._cache_argument: cache},
+                **({"logits_to_keep": step.keep} if self._keeps_logits else {}),
+            )
+        return out.logits[0] if self._keeps_logits else out.logits[0].index_select(0, step.keep)
+
+    def _padded_logits(self, step: Step, cache: SlotCache) -> Tensor:
+        shape = (step.grid_places, step.width)
+        trash = cache.places * cache.capacity
+        grid_step = _PaddedStep(
+            places=step.grid_places, slots=step.slots, flat_slots=step.to_grid(step.flat_slots, fill=trash)
+        )
+        cache.step = grid_step
+        out = self.model(
+            input_ids=step.to_grid(step.input_ids[0]).view(shape),
+            position_ids=step.to_grid(step.position_ids[0]).view(shape),
+            attention_mask=self._padded_mask(step),
+            use_cache=True,
+            **{self._cache_argument: cache},
+        )
+        return step.from_grid(out.logits.flatten(0, 1)).index_select(0, step.keep)
+
+    def _padded_mask(self, step: Step) -> Tensor | dict[str, Tensor]:
+        """4D mask(s) in the form the model's own attention takes: bool for sdpa, additive for eager."""
+
+        def mask(window: int | None) -> Tensor:
+            seen = step.visible(window)[:, None]
+            return additive(seen, self.model.dtype) if self.model.config._attn_implementation == "eager" else seen
+
+        window = getattr(self.config, "sliding_window", None)
+        if self._has_windows and self._takes_mask_dict():
+            return {"full_attention": mask(None), "sliding_attention": mask(window)}
+        return mask(window if getattr(self.config, "use_sliding_window", True) else None)
+
+    def _takes_mask_dict(self) -> bool:
+        decoder = inspect.getsource(type(self.model.get_decoder()))
+        return "isinstance(causal_mask_mapping := attention_mask, dict)" in decoder or "attention_mask, dict" in decoder
+
+    @contextmanager
+    def _capture(self, hidden: HiddenContract | None) -> Iterator[list[Tensor]]:
+        """Collect the decoder's final state during one forward of this thread."""
+        captured: list[Tensor] = []
+        if hidden is None:
+            yield captured
+            return
+        me, decoder = threading.get_ident(), self.model.get_decoder()
+
+        def after(module: nn.Module, args: tuple, out: object) -> None:
+            if threading.get_ident() == me:
+                captured.append(out[0])
+
+        def before(module: nn.Module, args: tuple) -> None:
+            if threading.get_ident() == me:
+                captured.append(args[0])
+
+        if hidden == "post_norm":
+            handle = decoder.register_forward_hook(after)
+        else:
+            handle = final_norm(decoder).register_forward_pre_hook(before)
+        try:
+            yield captured
+        finally:
+            handle.remove()
+
+
+class _PaddedStep:
+    """What the cache needs to know of a padded forward."""
+
+    def __init__(self, places: int, slots: int, flat_slots: Tensor):
+        self.places, self.slots, self.flat_slots = places, slots, flat_slots
+
+
+def final_norm(decoder: nn.Module) -> nn.Module:
+    """The decoder's last norm. Raises NotImplementedError where it has none under a known name."""
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        if isinstance(module := getattr(decoder, name, None), nn.Module):
+            return module
+    raise NotImplementedError(
+        f"{type(decoder).__name__} has no final norm under a known name: use needs_hidden='post_norm'"
+    )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise NotImplementedError, with the reason, for models whose state cannot be rolled back token by token."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(f"{name} is an encoder-decoder: speculation here is for decoder-only models")
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model, "_is_stateful", False):
+        raise NotImplementedError(
+            f"{name} keeps a recurrent state, which a rejected draft cannot be rolled back from: use another model"
+        )
+    unknown = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise NotImplementedError(f"{name} has layers of type {', '.join(unknown)}, which a slot cache cannot hold")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise NotImplementedError(f"{name} attends in chunks of {config.attention_chunk_size}, which is not supported")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError(f"{name} shares keys and values between layers, which is not supported")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise NotImplementedError(f"{name} builds position biases (ALiBi) from a 2D mask, which is not supported")
