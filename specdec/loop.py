@@ -1,0 +1,284 @@
+"""The decode loop: draft, score, verify, commit, for rows that prefill, decode and finish independently."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
+from specdec.draws import make_draws, raise_if_undefined
+from specdec.processors import Prefixes, Processors
+from specdec.requests import Request
+from specdec.stats import Stats
+from specdec.step import Segment, Step
+from specdec.stopping import Stops
+from specdec.target import Target
+
+CHUNK = 512  # prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them
+
+OnCommit = Callable[[int, list[int], int], None]
+
+
+@dataclass
+class Batch:
+    """Everything a generation needs. Made once per call; `run` empties it.
+
+    drafter: None for plain decoding.   draft_length: most drafted tokens per row and step.
+    on_commit: called per row and step with (index, emitted tokens, how many of the first of them were drafted).
+    """
+
+    target: Target
+    drafter: Drafter | None
+    verifier: Verifier
+    processors: Processors
+    stops: Stops
+    requests: list[Request]
+    seed: int
+    draft_length: int
+    on_commit: OnCommit | None = None
+    stats: Stats = field(init=False)
+
+    def __post_init__(self):
+        name = "none" if self.drafter is None else getattr(self.drafter, "name", type(self.drafter).__name__)
+        self.stats = Stats(name, self.verifier.name, self.verifier.lossless, [r.stats for r in self.requests])
+        self.live = {request.row: request for request in self.requests}
+        self.cache = self.target.new_cache()
+        self.cache.admit(list(self.live))
+        self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
+        self.hidden: dict[int, list[Tensor]] = {row: [] for row in self.live}
+        self._clock = _Clock(self.stats)
+        if self.drafter is not None:
+            self.drafter.admit(list(self.live))
+
+    def run(self) -> None:
+        """Decode until every request is done. A drafter is released of all rows even when something raises."""
+        try:
+            with torch.no_grad():
+                while self.live:
+                    self.step()
+        finally:
+            if self.drafter is not None and self.live:
+                self.drafter.release(list(self.live))
+
+    def step(self) -> None:
+        """One packed forward and one verdict."""
+        segments = self.schedule()
+        scored = [self.live[s.row] for s in segments if s.scored]
+        self._clock.start(prefill=any(self.live[s.row].steps == 0 for s in segments))
+        draws = self.draws(scored)
+        self._clock.lap("loop")
+        draft, invalid = self.propose(scored, draws)
+        self._clock.lap("draft")
+        step = self.target.pack(segments, draft, self.cache)
+        self._clock.lap("loop")
+        logits, hidden = self.target.forward(step, self.cache, self.needs_hidden)
+        self._clock.lap("forward")
+        verdict = self.verify(scored, draft, Scores(logits, step.index), draws)
+        read = self.read(draft, verdict, invalid)
+        self._clock.lap("verify")
+        self.commit(segments, scored, draft, verdict, read)
+        self._clock.lap("loop")
+        self.observe(segments, scored, step, verdict, hidden)
+        self._clock.lap("draft")
+        self.retire([request for request in scored if request.done])
+        self.count(segments, draft)
+        self._clock.lap("loop")
+
+    def schedule(self) -> list[Segment]:
+        """Every decoding row's last token, and prompt chunks of at most CHUNK tokens in all."""
+        segments, left = [], CHUNK
+        for row, request in self.live.items():
+            cached, tokens = self.cache.lengths[row], request.tokens
+            count = len(tokens) - cached
+            if request.steps == 0:
+                count = min(count, left)
+                left -= count
+            else:
+                assert count == 1, f"row {row}: {cached} tokens cached of {len(tokens)} committed"
+            if count:
+                scored = cached + count == len(tokens)
+                segments.append(Segment(row, tokens[cached : cached + count], cached, scored))
+        return segments
+
+    def draws(self, scored: Sequence[Request]) -> Draws:
+        """This step's random numbers for the scored rows."""
+        return make_draws(
+            self.verifier.draws,
+            self.seed,
+            [r.request_id for r in scored],
+            [r.steps for r in scored],
+            [len(r.tokens) for r in scored],
+            self.processors.warp,
+            self.target.device,
+        )
+
+    def rows(self, scored: Sequence[Request]) -> Rows:
+        """What the drafter sees of the scored rows now."""
+        return Rows([r.row for r in scored], [r.tokens for r in scored], self.target.device, self.target.vocab_size)
+
+    def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
+        """The draft, with token ids made safe to index with, and [B] whether a row's draft held an invalid id.
+
+        Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
+        follows the accepted ones)."""
+        budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
+        device, V = self.target.device, self.target.vocab_size
+        if self.drafter is None or not any(budget):
+            return Draft.empty(len(scored), device), torch.zeros(len(scored), dtype=torch.bool, device=device)
+        draft = self.drafter.propose(self.rows(scored), budget, draws)
+        check_draft(draft, budget, self.stats.drafter)
+        width = max(draft.lengths)
+        used = torch.arange(width) < torch.tensor(draft.lengths)[:, None]
+        tokens = draft.tokens[:, :width]
+        safe = tokens.clamp(0, V - 1)
+        invalid = ((safe != tokens) & used.to(device, non_blocking=True)).any(1)
+        return replace(draft, tokens=safe, **_narrowed(draft, width)), invalid
+
+    def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
+        """Processors, then the rule."""
+        if not self.processors.is_identity:
+            parents = None
+            if draft.parents is not None:
+                parents = draft.parents.cpu().numpy()  # a second read, only for trees under prefix-dependent processors
+            prefixes = Prefixes([r.text for r in scored], [r.index for r in scored], draft, parents)
+            scores = replace(scores, logits=self.processors.apply(scores.logits, prefixes))
+        elif self.verifier.draws != "argmax":
+            scores = replace(scores, logits=scores.logits.float())
+        return self.verifier.verify(draft, scores, draws)
+
+    def read(self, draft: Draft, verdict: Verdict, invalid: Tensor) -> _Read:
+        """The one device-to-host read of the step. float64 holds every int64 token id exactly."""
+        accepted = draft.tokens.gather(1, verdict.path.clamp(min=0)) if draft.tokens.shape[1] else verdict.path
+        columns = [verdict.n_accepted[:, None], verdict.next_token[:, None], invalid[:, None], accepted]
+        read = torch.cat([*(c.double() for c in columns), verdict.accept_prob.double()], dim=1).cpu().numpy()
+        self.stats.syncs += 1
+        P = accepted.shape[1]
+        ints = read[:, : 3 + P].astype(np.int64)
+        return _Read(ints[:, 0].tolist(), ints[:, 1].tolist(), ints[:, 2].any(), ints[:, 3:].tolist(), read[:, 3 + P :])
+
+    def commit(
+        self, segments: Sequence[Segment], scored: Sequence[Request], draft: Draft, verdict: Verdict, read: _Read
+    ) -> None:
+        """Append what was accepted, cut at stops; move lengths. For a chain nothing is copied."""
+        if read.invalid:
+            raise ValueError(
+                f"drafter {self.stats.drafter!r} proposed a token outside the target's vocabulary of "
+                f"{self.target.vocab_size}: it must propose target token ids"
+            )
+        raise_if_undefined(read.next_token, [r.request_id for r in scored], [r.steps for r in scored])
+        if draft.parents is not None:
+            self.cache.keep_path([(r.row, len(r.tokens) - 1) for r in scored], verdict.path)
+        for segment in segments:
+            self.cache.lengths[segment.row] = segment.start + len(segment.tokens)
+        for b, request in enumerate(scored):
+            n = read.n_accepted[b]
+            tokens, request.done = self.stops.cut(request, [*read.accepted[b][:n], read.next_token[b]])
+            request.append(tokens)
+            self.cache.lengths[request.row] = len(request.tokens) - 1
+            if request.steps:
+                _record(request, draft.lengths[b], n, read.accept_prob[b])
+            request.steps += 1
+            if self.on_commit is not None:
+                self.on_commit(request.index, tokens, min(n, len(tokens)))
+
+    def observe(
+        self,
+        segments: Sequence[Segment],
+        scored: Sequence[Request],
+        step: Step,
+        verdict: Verdict,
+        hidden: Tensor | None,
+    ) -> None:
+        """Tell the drafter, with the states [n, D] of the tokens that stayed if it asked for them."""
+        if self.drafter is None:
+            return
+        states = None
+        if hidden is not None:
+            order = {request.row: b for b, request in enumerate(scored)}
+            for segment in segments:
+                first, known = step.first[segment.row], len(segment.tokens)
+                kept = self.cache.lengths[segment.row] - segment.start - known
+                self.hidden[segment.row].append(hidden[first : first + known])
+                if kept > 0:
+                    path = verdict.path[order[segment.row], :kept]
+                    self.hidden[segment.row].append(hidden[first + known + path])
+            states = [torch.cat(self.hidden[request.row]) for request in scored]
+            self.hidden |= {request.row: [] for request in scored}
+        if scored:
+            self.drafter.observe(self.rows(scored), verdict, states)
+
+    def retire(self, finished: Sequence[Request]) -> None:
+        """Free what finished rows hold."""
+        rows = [request.row for request in finished]
+        self.cache.release(rows)
+        if self.drafter is not None and rows:
+            self.drafter.release(rows)
+        for row in rows:
+            del self.live[row], self.hidden[row]
+
+    def count(self, segments: Sequence[Segment], draft: Draft) -> None:
+        """Counted work: what regressions are measured by."""
+        self.stats.forwards += 1
+        self.stats.decode_forwards += not self._clock.prefill
+        self.stats.packed_tokens += sum(len(s.tokens) for s in segments) + sum(draft.lengths)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A verdict on the host: lists by row, `accepted` [B, P] token ids, `accept_prob` [B, N]."""
+
+    n_accepted: list[int]
+    next_token: list[int]
+    invalid: bool
+    accepted: list[list[int]]
+    accept_prob: np.ndarray
+
+
+class _Clock:
+    """Adds the host time since the last lap to a phase of the statistics."""
+
+    def __init__(self, stats: Stats):
+        self.seconds = stats.seconds
+        self.prefill = False
+        self.last = time.perf_counter()
+
+    def start(self, prefill: bool) -> None:
+        self.prefill, self.last = prefill, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds["prefill" if self.prefill else phase] += now - self.last
+        self.last = now
+
+
+def check_draft(draft: Draft, budget: Sequence[int], drafter: str) -> None:
+    """ValueError where a draft's host-side parts do not fit the step."""
+    if len(draft.lengths) != len(budget) or len(draft.tokens) != len(budget):
+        raise ValueError(
+            f"drafter {drafter!r} returned {len(draft.tokens)} rows of tokens and {len(draft.lengths)} lengths for a "
+            f"step of {len(budget)} rows: return one row per entry of rows.ids"
+        )
+    for b, (length, limit) in enumerate(zip(draft.lengths, budget, strict=True)):
+        if not 0 <= length <= min(limit, draft.tokens.shape[1]):
+            raise ValueError(
+                f"drafter {drafter!r} drafted {length} tokens in row {b}, where the budget is {limit} and the tokens "
+                f"tensor has {draft.tokens.shape[1]} columns: draft no more than budget[b]"
+            )
+
+
+def _narrowed(draft: Draft, width: int) -> dict[str, Tensor]:
+    """The draft's per-node tensors cut to the longest row, so that no later step works on padding."""
+    tensors = {"parents": draft.parents, "q_logits": draft.q_logits, "q_logz": draft.q_logz}
+    return {name: tensor[:, :width] for name, tensor in tensors.items() if tensor is not None}
+
+
+def _record(request: Request, drafted: int, accepted: int, accept_prob: np.ndarray) -> None:
+    reached = accept_prob[: min(drafted, accepted + 1)].tolist()
+    request.stats.drafted.append(drafted)
+    request.stats.accepted.append(accepted)
+    request.stats.accept_prob.append([None if p != p else p for p in reached])

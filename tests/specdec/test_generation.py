@@ -1,0 +1,456 @@
+"""The drop-in against Hugging Face's own `generate`, on tiny models in float64."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import specdec
+from drafters.draft_model import DraftModelDrafter, check_same_tokens, first_layers
+from specdec import loop
+from specdec.contracts import BaseDrafter, Draft
+from specdec.target import Target
+from tests.tiny_models import tiny
+
+FAMILIES = ["llama", "gpt2", "qwen3", "mistral", "gemma3", "mixtral", "deepseek_v3", "falcon"]
+VOCAB = 97
+
+
+def prompts(rows=4, width=12, seed=0):
+    """Left-padded prompts of different lengths, with repetitions so that n-grams match."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 12, (rows, width), generator=random)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : (3 * row) % (width - 2)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+class RandomDrafter(BaseDrafter):
+    """Drafts tokens of which some are right: the model's own greedy output with mistakes, as chains or trees."""
+
+    name = "random"
+
+    def __init__(self, outputs, tree=False, needs_hidden=None, wrong=0.3):
+        self.outputs, self.tree, self.needs_hidden = outputs, tree, needs_hidden
+        self.random, self.wrong = np.random.default_rng(0), wrong
+        self.seen = {}
+        self.live = set()
+
+    def admit(self, ids):
+        self.live |= set(ids)
+
+    def release(self, ids):
+        self.live -= set(ids)
+
+    def propose(self, rows, budget, draws):
+        assert set(rows.ids) <= self.live
+        lengths = [int(self.random.integers(0, limit + 1)) for limit in budget]
+        width = max(lengths)
+        tokens = torch.randint(0, VOCAB, (len(budget), width))
+        parents = torch.zeros(len(budget), width, dtype=torch.long)
+        for b, (row, text) in enumerate(zip(rows.ids, rows.tokens, strict=True)):
+            future = self.outputs[row][len(text) :]
+            depth = [-1] * width
+            for node in range(lengths[b]):
+                parent = int(self.random.integers(max(-1, node - 3), node)) if self.tree else node - 1
+                parents[b, node], depth[node] = parent, 0 if parent < 0 else depth[parent] + 1
+                if depth[node] < len(future) and self.random.random() > self.wrong:
+                    tokens[b, node] = int(future[depth[node]])
+        return Draft(tokens, lengths, parents if self.tree else None)
+
+    def observe(self, rows, verdict, hidden):
+        for b, row in enumerate(rows.ids):
+            if hidden is not None:
+                self.seen.setdefault(row, []).append(hidden[b])
+
+
+def hf(model, **kwargs):
+    return model.generate(**prompts(), do_sample=False, **kwargs)
+
+
+def real_outputs(model, **kwargs):
+    """Per row, the real tokens of HF's greedy output."""
+    batch = prompts()
+    out = hf(model, **kwargs)
+    return [row[(batch["attention_mask"][b] == 0).sum() :] for b, row in enumerate(out)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family, monkeypatch):
+    monkeypatch.setattr(loop, "CHUNK", 7)  # prompts enter over several steps, beside rows that decode
+    model = tiny(family)
+    expected = hf(model, max_new_tokens=40)
+    outputs = real_outputs(model, max_new_tokens=40)
+    for drafter in (None, "ngram", RandomDrafter(outputs), RandomDrafter(outputs, tree=True)):
+        out, stats = specdec.generate(
+            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
+        )
+        assert torch.equal(out, expected)
+        assert stats.emitted == 160
+        if isinstance(drafter, RandomDrafter):
+            assert stats.mean_accepted_length > 1.5 and not drafter.live
+
+
+def test_wrong_rollback_is_caught(monkeypatch):
+    """Broken control of the test above: a cache rolled back one token too few changes the output."""
+    model = tiny("llama")
+    outputs = real_outputs(model, max_new_tokens=40)
+    commit = loop.Batch.commit
+
+    def one_too_few(self, segments, scored, draft, verdict, read):
+        commit(self, segments, scored, draft, verdict, read)
+        for b, request in enumerate(scored):  # keep one rejected token, forget one committed one
+            if read.n_accepted[b] < draft.lengths[b] and not request.done:
+                flat = self.cache.place(request.row) * self.cache.capacity + self.cache.lengths[request.row] - 1
+                for layer in self.cache.layers:
+                    layer.copy_slots(torch.tensor([flat + 1]), torch.tensor([flat]))
+
+    monkeypatch.setattr(loop.Batch, "commit", one_too_few)
+    out = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=40, drafter=RandomDrafter(outputs))
+    assert not torch.equal(out, hf(model, max_new_tokens=40))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"eos_token_id": 5},
+        {"eos_token_id": [5, 17, 60], "pad_token_id": 3},
+        {"eos_token_id": torch.tensor([5, 17])},
+        {"eos_token_id": [5, 17, 60, 2, 9], "min_new_tokens": 12},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 8]]},
+        {"num_return_sequences": 1, "max_length": 30},
+        {"forced_eos_token_id": 4},
+        {"suppress_tokens": [5, 6], "sequence_bias": [[[8], 3.0]]},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_arguments_of_generate(kwargs):
+    model = tiny("llama")
+    settings = {"max_new_tokens": 30, "do_sample": False} | kwargs
+    if "max_length" in settings:
+        del settings["max_new_tokens"]
+    expected = model.generate(**prompts(), **settings)
+    outputs = real_outputs(model, max_new_tokens=30)
+    for drafter in ("ngram", RandomDrafter(outputs)):
+        assert torch.equal(specdec.generate(model, **prompts(), drafter=drafter, **settings), expected)
+    decode = specdec.speculate(drafter="ngram")
+    assert torch.equal(model.generate(**prompts(), custom_generate=decode, **settings), expected)
+    output = specdec.generate(model, **prompts(), return_dict_in_generate=True, **settings)
+    assert torch.equal(output.sequences, expected) and output.stats.forwards > 0
+
+
+class StopAt(StoppingCriteria):
+    """Stops where the last two ids add up to a multiple of seven: true at many places inside a block."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -2:].sum(1) % 7 == 0
+
+
+def test_custom_criteria_cut_inside_a_block():
+    model = tiny("llama")
+    outputs = real_outputs(model, max_new_tokens=30)
+    for row in range(4):
+        one = {name: value[row : row + 1] for name, value in prompts().items()}
+        settings = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopAt()])}
+        expected = model.generate(**one, **settings)
+        drafter = RandomDrafter([outputs[row]], wrong=0.0)
+        assert torch.equal(specdec.generate(model, **one, drafter=drafter, **settings), expected)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.values, self.ended = [], False
+
+    def put(self, value):
+        assert not self.ended
+        self.values.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer_sees_what_hf_streams():
+    model = tiny("llama")
+    one = {name: value[:1] for name, value in prompts().items()}
+    ours, theirs = Recorder(), Recorder()
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [5, 17, 60]}
+    specdec.generate(model, **one, streamer=ours, **settings)
+    model.generate(**one, streamer=theirs, **settings)
+    assert ours.ended and [v.tolist() for v in ours.values] == [v.tolist() for v in theirs.values]
+
+
+def test_on_commit_tells_drafted_from_fresh_tokens():
+    model = tiny("llama")
+    outputs = real_outputs(model, max_new_tokens=25)
+    calls = {row: [] for row in range(4)}
+    out, stats = specdec.generate(
+        model, **prompts(), do_sample=False, max_new_tokens=25, drafter=RandomDrafter(outputs), return_stats=True,
+        on_commit=lambda row, tokens, drafted: calls[row].append((tokens, drafted)),
+    )  # fmt: skip
+    for row, steps in calls.items():
+        assert sum((tokens for tokens, _ in steps), []) == out[row, 12:].tolist()
+        assert [drafted for _, drafted in steps[1:]] == [
+            min(accepted, len(tokens))
+            for accepted, (tokens, _) in zip(stats.rows[row].accepted, steps[1:], strict=True)
+        ]
+
+
+@pytest.mark.parametrize("contract", ["post_norm", "pre_norm"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "falcon"])
+def test_drafters_see_the_state_of_every_committed_token(family, tree, contract, monkeypatch):
+    monkeypatch.setattr(loop, "CHUNK", 7)
+    model = tiny(family)
+    drafter = RandomDrafter(real_outputs(model, max_new_tokens=30), tree, needs_hidden=contract)
+    out = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=30, drafter=drafter)
+    norm = model.get_decoder().norm if hasattr(model.get_decoder(), "norm") else model.get_decoder().ln_f
+    for row, states in drafter.seen.items():
+        tokens = out[row, (prompts()["attention_mask"][row] == 0).sum() : -1][None]
+        torch.testing.assert_close(torch.cat(states), state(model, norm, tokens, contract), atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def state(model, norm, tokens, contract):
+    """[T, D] what goes into or comes out of the final norm in a plain forward."""
+    found = {}
+    hook = norm.register_forward_hook(lambda _, args, result: found.update(pre_norm=args[0], post_norm=result))
+    model(tokens)
+    hook.remove()
+    return found[contract][0]
+
+
+def test_counted_work():
+    """One read per step; every drafted token and every committed token but the last goes through the target once."""
+    model = tiny("llama")
+    for drafter in (None, "ngram", RandomDrafter(real_outputs(model, max_new_tokens=40))):
+        _, stats = specdec.generate(
+            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
+        )
+        assert stats.syncs == stats.forwards == 1 + max(len(row.accepted) for row in stats.rows)
+        steps = sum(len(row.accepted) for row in stats.rows)
+        drafted = sum(sum(row.drafted) for row in stats.rows)
+        assert stats.packed_tokens == prompts()["attention_mask"].sum() + steps + drafted
+        assert stats.emitted <= 4 + steps + sum(sum(row.accepted) for row in stats.rows)
+
+
+def test_cache_grows_with_the_text_and_not_with_max_new_tokens(monkeypatch):
+    caches = []
+    new_cache = Target.new_cache
+    monkeypatch.setattr(Target, "new_cache", lambda self: caches.append(new_cache(self)) or caches[-1])
+    model = tiny("llama")
+    first = int(hf(model, max_new_tokens=1)[0, -1])
+    specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=200, eos_token_id=first, drafter=None,
+                     stopping_criteria=StoppingCriteriaList([StopAt()]))  # fmt: skip
+    assert caches[0].capacity <= 128
+
+
+def test_model_is_left_as_it_was_found_even_when_something_raises():
+    model = tiny("gemma3")
+    before = (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
+
+    class Failing(RandomDrafter):
+        def propose(self, rows, budget, draws):
+            if len(rows.tokens[0]) > 15:
+                raise RuntimeError("drafter broke")
+            return super().propose(rows, budget, draws)
+
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20,
+                         drafter=Failing(real_outputs(model, max_new_tokens=20), needs_hidden="post_norm"))  # fmt: skip
+    assert before == (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_threads_share_a_model():
+    """Two speculating threads and one of plain generate on the same model: each gets its own right answer."""
+    model = tiny("gemma3")
+    batches = [prompts(seed=seed) for seed in range(3)]
+    expected = [model.generate(**batch, do_sample=False, max_new_tokens=40) for batch in batches]
+    results = [[] for _ in batches]
+
+    def run(i):
+        for _ in range(3):
+            if i == 2:
+                results[i].append(model.generate(**batches[i], do_sample=False, max_new_tokens=40))
+            else:
+                results[i].append(specdec.generate(model, **batches[i], do_sample=False, max_new_tokens=40))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, outs in enumerate(results):
+        assert len(outs) == 3 and all(torch.equal(out, expected[i]) for out in outs)
+
+
+def sample(model, batch=None, **kwargs):
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 25, "drafter": "ngram", "seed": 11} | kwargs
+    return specdec.generate(model, **(batch or prompts()), **settings)
+
+
+def test_a_request_samples_the_same_alone_and_in_any_batch_or_order():
+    model = tiny("llama")
+    together = sample(model, request_ids=[3, 1, 4, 15])
+    order = [2, 0, 3, 1]
+    shuffled = sample(model, {k: v[order] for k, v in prompts().items()}, request_ids=[[3, 1, 4, 15][i] for i in order])
+    assert torch.equal(shuffled, together[order])
+    for row, request in enumerate([3, 1, 4, 15]):
+        alone = sample(model, {k: v[row : row + 1] for k, v in prompts().items()}, request_ids=[request])
+        assert torch.equal(alone[0], together[row])
+    assert not torch.equal(sample(model, request_ids=[3, 1, 4, 15], seed=12), together)
+
+
+def test_seed_none_follows_torch_and_greedy_leaves_torch_alone():
+    model = tiny("llama")
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(sample(model, seed=None))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    state = torch.get_rng_state()
+    specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=5)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_draft_model_is_exact_and_reuses_its_cache():
+    model = tiny("llama")
+    expected = hf(model, max_new_tokens=40)
+    other_size = tiny("gpt2", vocab=110)  # padded vocabulary of another size
+    for draft in (first_layers(model, 1), tiny("llama"), other_size, tiny("llama", vocab=80)):
+        drafter = DraftModelDrafter(draft)
+        fed = []
+        forward = drafter.model.forward
+        drafter.model.forward = lambda step, cache, f=forward, fed=fed: (
+            fed.append(step.input_ids.numel()) or f(step, cache)
+        )
+        out, stats = specdec.generate(
+            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
+        )
+        assert torch.equal(out, expected)
+        drafted = sum(sum(row.drafted) for row in stats.rows)
+        steps = sum(len(row.accepted) for row in stats.rows)
+        # prompts once; per step and row the drafts but the last, and one or two tokens to catch up
+        assert sum(fed) <= prompts()["attention_mask"].sum() + drafted + steps + 4
+        assert not drafter.cache.lengths
+    same = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=41, drafter=DraftModelDrafter(model),
+                            return_stats=True)[1]  # fmt: skip
+    assert same.acceptance_rate == 1.0
+
+
+def test_draft_model_long_prompts_enter_in_chunks(monkeypatch):
+    import drafters.draft_model
+
+    monkeypatch.setattr(drafters.draft_model, "CHUNK", 5)
+    model = tiny("llama")
+    out, stats = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20,
+                                  drafter=DraftModelDrafter(model), return_stats=True)  # fmt: skip
+    assert torch.equal(out, hf(model, max_new_tokens=20)) and stats.acceptance_rate == 1.0
+
+
+class Vocabulary:
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def get_vocab(self):
+        return self.tokens
+
+
+def test_tokenizers_are_compared_on_what_both_know():
+    target = Vocabulary({"a": 0, "b": 1, "c": 2})
+    check_same_tokens(Vocabulary({"a": 0, "b": 1, "c": 2, "pad": 3}), target)
+    check_same_tokens(Vocabulary({"a": 0, "b": 1}), target)
+    with pytest.raises(ValueError, match="at id 1: the target has 'b'"):
+        check_same_tokens(Vocabulary({"a": 0, "c": 1, "b": 2}), target)
+    with pytest.raises(ValueError, match="at id 2: the target has 'c' there, the draft 'x'"):
+        check_same_tokens(Vocabulary({"a": 0, "b": 1, "x": 2}), target)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"shape \(0, 4\)"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"shape \(2, 0\)"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 5)}, r"\(1, 5\).*\(1, 4\)"),
+        (
+            {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1] * 4, [0] * 4])},
+            "row 1",
+        ),
+        ({"input_ids": torch.ones(1, 300, dtype=torch.long)}, "300 tokens.*256 positions"),
+        ({"draft_length": -1}, "draft_length is -1"),
+        ({"drafter": "nonsense"}, "unknown drafter 'nonsense': known are draft_model, ngram"),
+        ({"drafter": "draft_model"}, "needs a model"),
+        ({"drafter": object()}, "no propose method"),
+        ({"verifier": "nonsense"}, "unknown verifier"),
+        ({"verifier": "rejection"}, "does not fit do_sample=False"),
+        ({"request_ids": [1]}, "1 entries for 4 rows"),
+        ({"stop_strings": "x"}, "without tokenizer"),
+    ],
+)
+def test_bad_input_is_one_sentence(kwargs, message):
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 4} | kwargs
+    if "input_ids" in kwargs and "attention_mask" not in kwargs:
+        del settings["attention_mask"]
+    with pytest.raises(ValueError, match=message) as caught:
+        specdec.generate(tiny("llama"), **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"use_cache": False}, "use_cache"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"attention_mask": torch.tensor([[1] * 11 + [0]] * 4)}, "attention_mask"),
+    ],
+)
+def test_what_is_not_supported_is_named(kwargs, name):
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 4} | kwargs
+    with pytest.raises(NotImplementedError, match=name):
+        specdec.generate(tiny("llama"), **settings)
+
+
+def test_draft_length_zero_is_plain_decoding():
+    model = tiny("llama")
+    out, stats = specdec.generate(
+        model, **prompts(), do_sample=False, max_new_tokens=10, draft_length=0, return_stats=True
+    )
+    assert torch.equal(out, hf(model, max_new_tokens=10)) and stats.acceptance_rate is None
+    assert stats.mean_accepted_length == 1
+
+
+class Broken(BaseDrafter):
+    def __init__(self, draft):
+        self.draft = draft
+
+    def propose(self, rows, budget, draws):
+        return self.draft(rows, budget)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (lambda rows, budget: Draft(torch.full((len(budget), 5), 97), budget), "outside the target's vocabulary of 97"),
+        (lambda rows, budget: Draft(torch.full((len(budget), 9), 1), [9] * len(budget)), "drafted 9 tokens in row 0"),
+        (lambda rows, budget: Draft(torch.full((1, 5), 1), [5]), "1 rows of tokens"),
+    ],
+)
+def test_a_broken_drafter_is_named(draft, message):
+    with pytest.raises(ValueError, match=message):
+        specdec.generate(tiny("llama"), **prompts(), do_sample=False, max_new_tokens=20, drafter=Broken(draft))
+
+
+def test_generation_config_object_is_honoured_and_unchanged():
+    model = tiny("llama")
+    config = GenerationConfig(max_new_tokens=15, do_sample=False, eos_token_id=5, pad_token_id=0)
+    before = config.to_dict()
+    out = specdec.generate(model, **prompts(), generation_config=config)
+    assert torch.equal(out, model.generate(**prompts(), generation_config=config)) and config.to_dict() == before
