@@ -1,0 +1,95 @@
+"""Where an output first differs from plain decoding's, and whether the target itself was undecided there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.runner import Record
+from eval.summary import CONTROL, grouped, paired
+
+TIE = 1e-4  # logits closer than this in float32 may be ordered either way by a sum taken in another order
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One request that differs from plain decoding at the same batch size.
+
+    position: index of the first output token that differs.
+    token, control_token: the two there; None where that output had ended already.
+    margin:   logit of the most probable token minus that of the second, from one cache-free forward of the shared
+              prefix (float32 of the model's logits, before any logits processor); None where not computed.
+    gap:      logit of the most probable token minus that of the less probable of the two; None as above.
+    """
+
+    method: str
+    batch_size: int
+    id: str
+    position: int
+    token: int | None
+    control_token: int | None
+    margin: float | None = None
+    gap: float | None = None
+
+    @property
+    def tie(self) -> bool:
+        """Whether both tokens were as good as the most probable one."""
+        return self.gap is not None and self.gap < TIE
+
+
+def first_difference(tokens: list[int], control: list[int]) -> int | None:
+    """Index of the first place where the two differ, a missing token counting as different."""
+    pairs = zip_longest(tokens, control)
+    return next((place for place, (token, other) in enumerate(pairs) if token != other), None)
+
+
+def divergences(
+    records: Iterable[Record], prompts: dict[str, list[int]], model: PreTrainedModel | None
+) -> list[Divergence]:
+    """The first divergence of every request that has one; margins are left out where `model` is None.
+
+    prompts: encoded prompt tokens by request id."""
+    found = []
+    margins = _Margins(model) if model is not None else None
+    for size, methods in grouped(records).items():
+        for method, runs in methods.items():
+            for record, control in paired(runs, methods.get(CONTROL, {})):
+                place = first_difference(record.tokens, control.tokens)
+                if place is None:
+                    continue
+                ours, theirs = _token(record.tokens, place), _token(control.tokens, place)
+                prefix = (*prompts[record.id], *control.tokens[:place])
+                measured = margins.at(prefix, ours, theirs) if margins else (None, None)
+                found.append(Divergence(method, size, record.id, place, ours, theirs, *measured))
+    return found
+
+
+def _token(tokens: list[int], place: int) -> int | None:
+    return tokens[place] if place < len(tokens) else None
+
+
+class _Margins:
+    """Teacher-forced logits of divergent prefixes; methods often diverge at the same one."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def at(self, prefix: tuple[int, ...], *tokens: int | None) -> tuple[float, float | None]:
+        """Top-2 margin after `prefix`, and how far the least probable of `tokens` is below the top."""
+        logits = self._after(prefix)
+        first, second = logits.topk(2).values.tolist()
+        below = None if None in tokens else first - logits[list(tokens)].min().item()
+        return first - second, below
+
+    @torch.inference_mode()
+    def _after(self, prefix: tuple[int, ...]) -> torch.Tensor:
+        if prefix not in self._logits:
+            input_ids = torch.tensor([prefix], device=self._model.device)
+            output = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+            self._logits[prefix] = output.logits[0, -1].float().cpu()
+        return self._logits[prefix]

@@ -1,0 +1,88 @@
+"""Drafters named on the command line: `ngram`, `ngram:max_n=3,length=8`, `my_module:MyDrafter:key=value`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.contracts import Drafter
+from specdec.models import LoadedModel
+from specdec.registry import DRAFTERS, imported, known
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A parsed drafter name.
+
+    text:    as given, and how reports name it.
+    source:  a name of `registry.DRAFTERS`, or `module:Name`.
+    options: keyword arguments for it.
+    length:  its own draft length, or None for the run's.
+    """
+
+    text: str
+    source: str
+    options: dict[str, Any]
+    length: int | None
+
+    @staticmethod
+    def parse(text: str) -> DrafterSpec:
+        """Read `name[:key=value,...]` where name is a known drafter, else `module:Name[:key=value,...]`.
+
+        Values are Python literals (4, 0.5, True) or else plain strings. Raises ValueError for a name that is neither
+        known nor of that form (listing the known ones) and for malformed settings."""
+        source, _, settings = text.partition(":")
+        if source not in DRAFTERS:
+            name, _, settings = settings.partition(":")
+            if not name:
+                known(DRAFTERS, source, "drafter")  # raises, listing the known ones
+            source = f"{source}:{name}"
+        options = dict(_setting(text, item) for item in settings.split(",")) if settings else {}
+        length = options.pop("length", None)
+        if length is not None and (not isinstance(length, int) or length < 0):
+            raise ValueError(f"drafter {text!r} has length={length!r}: give 0 (plain decoding) or a positive number")
+        return DrafterSpec(text, source, options, length)
+
+
+def build_drafter(spec: DrafterSpec, target: LoadedModel) -> Drafter:
+    """Make the drafter that `spec` names; a parameter called `target`, if it has one, gets the target.
+
+    Raises ValueError for settings that it does not take and ImportError where its module cannot be found."""
+    factory = _factory(spec.source)
+    keywords = dict(spec.options)
+    signature = inspect.signature(factory)
+    if "target" in signature.parameters:
+        keywords["target"] = target
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        takes = ", ".join(("length", *(name for name in signature.parameters if name != "target")))
+        raise ValueError(f"drafter {spec.text!r}: {error}; its settings are {takes}") from None
+    return factory(**keywords)
+
+
+def _factory(source: str) -> Any:
+    if ":" not in source:
+        return known(DRAFTERS, source, "drafter")
+    module = source.partition(":")[0]
+    try:
+        return imported(source)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # the user's module is there, something that it imports is not
+            raise
+        raise ImportError(
+            f"there is no module {module!r} for drafter {source!r} in the working directory or the environment; "
+            f"known drafters are {', '.join(sorted(DRAFTERS))}"
+        ) from None
+
+
+def _setting(text: str, item: str) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    if not key.isidentifier() or not equals or not value:
+        raise ValueError(f"drafter {text!r}: {item!r} is not of the form key=value")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,58 @@
+"""Records and prompts that the evaluation's tests share."""
+
+from dataclasses import replace
+
+from eval.methods import EncodedPrompt
+from eval.runner import Record
+
+PHASES = {"draft": 1.0, "forward": 6.0, "verify": 2.0, "loop": 1.0, "prefill": 5.0}
+BASE = Record(
+    id="a",
+    category="maths",
+    method="plain",
+    drafter=None,
+    verifier="greedy",
+    lossless=True,
+    batch_size=2,
+    batch=0,
+    repeat=0,
+    prompt_tokens=3,
+    tokens=[1, 2, 3, 4],
+    drafted=[0, 0, 0],
+    accepted=[0, 0, 0],
+    rows=2,
+    batch_seconds=4.0,
+    batch_phases=PHASES,
+    batch_forwards=4,
+    batch_decode_forwards=3,
+    batch_packed_tokens=12,
+    batch_syncs=4,
+)
+
+
+def record(method: str, **changes) -> Record:
+    """BASE under `method`, with what HF or a drafter would leave in it, and then `changes`."""
+    if method == "hf":
+        hf = dict.fromkeys(
+            (
+                "verifier",
+                "drafted",
+                "accepted",
+                "batch_phases",
+                "batch_decode_forwards",
+                "batch_packed_tokens",
+                "batch_syncs",
+            )
+        )
+        return replace(BASE, method="hf", **hf | changes)
+    if method != "plain":
+        changes = {"drafter": method, "drafted": [2, 2], "accepted": [1, 0]} | changes
+    return replace(BASE, method=method, **changes)
+
+
+def prompts_of(*lengths: int) -> list[EncodedPrompt]:
+    """One prompt per length, ids p0, p1, ..."""
+    return [
+        EncodedPrompt(number, f"p{number}", "maths", [1 + (7 * number + place) % 90 for place in range(length)])
+        for number, length in enumerate(lengths)
+    ]

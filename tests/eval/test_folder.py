@@ -1,0 +1,84 @@
+"""A folder is never mixed up with another run, and a killed run loses at most the batch it was in."""
+
+import json
+
+import pytest
+
+from eval.folder import Folder
+from eval.settings import Settings
+from tests.eval.samples import record
+
+CONFIG = {"max_new_tokens": 8, "batch_sizes": [1, 2]}
+JOB = [record("plain", id="a"), record("plain", id="b")]
+NEXT = [record("ngram", id="a"), record("ngram", id="b")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = Folder(tmp_path / "new" / "out")
+    assert folder.start(CONFIG) == []
+    return folder
+
+
+def test_holds_what_was_appended(folder):
+    folder.append(JOB)
+    folder.append(NEXT)
+    folder.check(CONFIG, resume=True)
+    assert folder.start(CONFIG) == JOB + NEXT
+
+
+def test_refuses_a_folder_with_results(folder):
+    folder.check(CONFIG, resume=False)  # nothing in it yet
+    folder.append(JOB)
+    with pytest.raises(FileExistsError, match="--resume"):
+        folder.check(CONFIG, resume=False)
+
+
+@pytest.mark.parametrize("other", [{**CONFIG, "max_new_tokens": 9}, {"batch_sizes": [1, 2]}, {**CONFIG, "seed": 1}])
+def test_refuses_to_continue_another_run(folder, other):
+    folder.append(JOB)
+    before = folder.results.read_text()
+    with pytest.raises(ValueError, match="max_new_tokens=8" if "seed" not in other else "seed=None, not 1"):
+        folder.check(other, resume=True)
+    assert folder.results.read_text() == before
+
+
+@pytest.mark.parametrize("tail", ["", "half a line"])
+def test_drops_an_unfinished_job(folder, tail):
+    folder.append(JOB)
+    folder.append(NEXT[:1])  # one of two rows
+    with folder.results.open("a") as file:
+        file.write(tail)
+    assert folder.start(CONFIG) == JOB
+    assert [json.loads(line)["method"] for line in folder.results.read_text().splitlines()] == ["plain", "plain"]
+    folder.append(NEXT)
+    assert folder.start(CONFIG) == JOB + NEXT
+
+
+def settings(**changes) -> Settings:
+    plain = {"target": "t", "drafters": ("ngram",), "prompts": None, "batch_sizes": (1,), "max_new_tokens": 4}
+    return Settings(**plain | {"sampling": {"do_sample": False}} | changes)
+
+
+def test_configuration_survives_json_and_tells_runs_apart():
+    config = settings().config("digest")
+    assert json.loads(json.dumps(config)) == config
+    for changes in ({"seed": 1}, {"drafters": ("ngram", "x")}, {"sampling": {"do_sample": True}}, {"repeats": 2}):
+        assert settings(**changes).config("digest") != config
+    assert settings().config("other prompts") != config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": (1, 0)}, r"\[1, 0\]"),
+        ({"batch_sizes": ()}, "batch sizes"),
+        ({"batch_sizes": (2, 2)}, "batch size 2 is given more than once"),
+        ({"drafters": ("ngram", "ngram")}, "drafter 'ngram' is given more than once"),
+        ({"draft_length": -1}, "-1"),
+        ({"repeats": 0}, "repeats is 0"),
+    ],
+)
+def test_settings_are_validated(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
