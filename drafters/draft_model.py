@@ -143,8 +143,8 @@ def check_same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenize
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """A model of the target's class made of its first `layers` layers, norm and head, sharing its weights."""
     total = model.config.num_hidden_layers
-    if not 1 <= layers < total:
-        raise ValueError(f"layers={layers} of a target with {total}: give 1 to {total - 1}")
+    if not isinstance(layers, int) or not 1 <= layers < total:
+        raise ValueError(f"layers={layers!r} of a target with {total}: give 1 to {total - 1}")
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None) is not None:

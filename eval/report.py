@@ -99,11 +99,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "## First divergences from plain decoding",
         _divergences(summary["divergences"]),
         *map(_across, summary["plain_across_batch_sizes"]),
-        *(
-            ["## Memory", "\n".join(f"- {memory_line(memory)}" for memory in summary["memory"])]
-            if summary["memory"]
-            else []
-        ),
+        *_memory(summary["memory"]),
         "## Environment",
         "\n".join(f"- {key}: {value}" for key, value in environment.items() if key != "command"),
     ]

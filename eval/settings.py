@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.drafter_spec import DrafterSpec
+from specdec.registry import VERIFIERS, known
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Settings:
         for kind, given in (("batch size", self.batch_sizes), ("drafter", self.drafters)):
             if repeated := {item for item in given if given.count(item) > 1}:
                 raise ValueError(f"{kind} {repeated.pop()!r} is given more than once: name each once")
+        if self.verifier != "auto":
+            known(VERIFIERS, self.verifier, "verifier")
         if self.draft_length < 0:
             raise ValueError(f"the draft length is {self.draft_length}: give 0 (plain decoding) or a positive number")
         if self.repeats < 1 or self.max_new_tokens < 1:

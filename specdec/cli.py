@@ -150,7 +150,7 @@ def evaluate(
     raw: Raw = False,
     dtype: DTypeOption = "auto",
     device: Device = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="N prompts, in turn from each category.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often each batch is timed with each method.")] = 1,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken lines of the prompts file.")] = False,
     memory: Annotated[
