@@ -60,7 +60,7 @@ class DraftModelDrafter(BaseDrafter):
             active = [b for b in range(B) if budget[b] > depth]
             index = torch.tensor(active, device=rows.device)
             logits = self._read(rows, active) if depth == 0 else self._next(rows, active, tokens[index, depth - 1])
-            drawn, log_q, logz = draws.sample(fit_vocabulary(logits, rows.vocab_size), depth, index)
+            drawn, log_q, logz = draws.sample(fit_vocabulary(logits, rows.vocab_size), depth, active)
             tokens[index, depth] = drawn
             if log_q is not None:
                 q_logits.append(_spread(log_q, index, B))
@@ -111,7 +111,8 @@ class DraftModelDrafter(BaseDrafter):
 
 def build(target: LoadedModel, model: str | None = None, layers: int | None = None) -> DraftModelDrafter:
     """The drafter that `draft_model:model=NAME` (a Hub id, folder or .gguf file) or `draft_model:layers=K` (the
-    target's own first K layers) names. Raises ValueError unless exactly one of them is given, or where the tokenizers differ."""
+    target's own first K layers) names. Raises ValueError unless exactly one of them is given, or where the tokenizers
+    differ."""
     if (model is None) == (layers is None):
         raise ValueError("draft_model needs model=NAME or layers=K, one of them: for example draft_model:layers=6")
     if layers is not None:

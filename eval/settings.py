@@ -40,8 +40,7 @@ class Settings:
         for kind, given in (("batch size", self.batch_sizes), ("drafter", self.drafters)):
             if repeated := {item for item in given if given.count(item) > 1}:
                 raise ValueError(f"{kind} {repeated.pop()!r} is given more than once: name each once")
-        if self.verifier != "auto":
-            known(VERIFIERS, self.verifier, "verifier")
+        known(VERIFIERS, self.verifier, "verifier")
         if self.draft_length < 0:
             raise ValueError(f"the draft length is {self.draft_length}: give 0 (plain decoding) or a positive number")
         if self.repeats < 1 or self.max_new_tokens < 1:

@@ -28,7 +28,7 @@ DTypeOption = Annotated[
 Device = Annotated[str, typer.Option(help="Where the target runs, such as cpu or cuda:0; auto takes what is there.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt, at most.")]
 DraftLength = Annotated[int, typer.Option(help="Drafted tokens per step; 0 is plain decoding.")]
-VerifierName = Annotated[str, typer.Option(help="Verification rule; auto: greedy at temperature 0, else rejection.")]
+VerifierName = Annotated[str, typer.Option(help="Verification rule; auto: the lossless one that fits the draft.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy decoding; above 0 samples.")]
 TopK = Annotated[
     int | None,

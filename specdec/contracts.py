@@ -124,8 +124,8 @@ class Draws(Protocol):
         """Draw a draft token per row at `depth` (0 = first drafted token) from the drafter's raw `logits`.
 
         logits: [b, V] of the rows named by `rows` (indices into the step's B rows, on the host; None = all of them).
-        index tells apart the draws of one row at one depth: a tree's siblings and cousins. Siblings without replacement:
-        set the earlier ones' logits to -inf; the q returned is then the one that verification needs.
+        index tells apart the draws of one row at one depth: a tree's siblings and cousins. To draw siblings without
+        replacement, set the earlier ones' logits to -inf; the q returned is then the one that verification needs.
         Returns tokens [b] int64, q_logits [b, V] after the request's warpers, q_logz [b]; the last two are None where
         the choice is deterministic (greedy), which makes the draft one-hot.
         """
@@ -142,7 +142,7 @@ class Draws(Protocol):
         ...
 
     def choose(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:
-        """[n] int64: argmax(logits + g) with the Gumbel noise g of each row's position at that depth, -1 where undefined.
+        """[n] int64: argmax(logits + g), g the Gumbel noise of each row's position at that depth; -1 where undefined.
 
         logits: [n, V] processed; rows, depths: [n] int64 on the logits' device, step row and depth below the root."""
         ...

@@ -57,7 +57,7 @@ def generate(
 
     input_ids:    [B, columns] int64, left-padded, with `attention_mask` of the same shape where there is padding.
     drafter:      a name ("ngram", ...), an object with the `Drafter` methods, or None for plain decoding.
-    verifier:     "auto" (greedy without sampling, rejection with), a name, or an object.
+    verifier:     "auto" (the lossless rule that fits the draft, see verifiers/auto.py), a name, or an object.
     draft_length: most drafted tokens per row and step; 0 is plain decoding.
     seed:         of the sampling streams; None draws one from torch's generator, so `set_seed` works.
     request_ids:  B ints in [0, 2**32) that name the rows' random streams; default: the row's index.
@@ -106,7 +106,7 @@ class speculate:
         self.drafter = _drafter(drafter) if isinstance(drafter, str) else drafter
         if self.drafter is not None and not callable(getattr(self.drafter, "propose", None)):
             raise ValueError(f"drafter is {drafter!r}, which has no propose method: see specdec.Drafter")
-        self.verifier = verifier if verifier == "auto" else _verifier(verifier)
+        self.verifier = known(VERIFIERS, verifier, "verifier") if isinstance(verifier, str) else verifier
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
         self.streamer, self.on_commit = streamer, on_commit
         self.stats: Stats | None = None
@@ -127,14 +127,7 @@ class speculate:
         stops = Stops(stopping_criteria)
         requests = self._requests(input_ids, mask, stops)
         check_positions(target, requests)
-        verifier = self.verifier
-        if verifier == "auto":
-            verifier = _verifier("rejection" if generation_config.do_sample else "greedy")
-        elif (verifier.draws == "argmax") == bool(generation_config.do_sample):
-            raise ValueError(
-                f"verifier {verifier.name!r} does not fit do_sample={bool(generation_config.do_sample)}: greedy rules "
-                f"go without sampling, all others with it; verifier='auto' chooses"
-            )
+        verifier = self._verifier(bool(generation_config.do_sample))
         batch = Batch(
             target=target,
             drafter=self.drafter if self.draft_length else None,
@@ -158,6 +151,18 @@ class speculate:
         output = SpeculativeOutput(sequences=sequences)
         output.stats = batch.stats
         return output
+
+    def _verifier(self, sampling: bool) -> Verifier:
+        """The rule of this call; a class is one of the table's."""
+        verifier = self.verifier
+        if isinstance(verifier, type):
+            verifier = verifier(sampling) if "sampling" in inspect.signature(verifier).parameters else verifier()
+        if (verifier.draws == "argmax") == sampling:
+            raise ValueError(
+                f"verifier {verifier.name!r} does not fit do_sample={sampling}: greedy rules go without sampling, all "
+                f"others with it; verifier='auto' chooses"
+            )
+        return verifier
 
     def _requests(self, input_ids: Tensor, mask: Tensor | None, stops: Stops) -> list[Request]:
         columns = input_ids.cpu().numpy()
@@ -189,10 +194,6 @@ def _drafter(name: str) -> Drafter:
             f"drafter {name!r} needs a model or settings of its own: pass an object made from drafters.{name}"
         )
     return factory()
-
-
-def _verifier(verifier: str | Verifier) -> Verifier:
-    return known(VERIFIERS, verifier, "verifier")() if isinstance(verifier, str) else verifier
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Tensor | None, mask: Tensor | None) -> None:

@@ -225,6 +225,7 @@ class Batch:
         """Counted work: what regressions are measured by."""
         self.stats.forwards += 1
         self.stats.decode_forwards += not self._clock.prefill
+        self.stats.verifier = self.verifier.name  # "auto" knows which rule it took only now
         self.stats.packed_tokens += sum(len(s.tokens) for s in segments) + sum(draft.lengths)
 
 

@@ -116,8 +116,7 @@ class Prefixes:
         """Scored positions [n] of equal prefix length, and that length."""
         device = self.draft.tokens.device
         return [
-            (_sent(np.flatnonzero(self.lengths == length), device), int(length))
-            for length in np.unique(self.lengths)
+            (_sent(np.flatnonzero(self.lengths == length), device), int(length)) for length in np.unique(self.lengths)
         ]
 
     @property
@@ -173,11 +172,12 @@ class Processors:
         return scores
 
     def _penalise(self, processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        # HF drops ids at or past the vocabulary's size, so right-padding with it lets all lengths share one call.
+        # One more column, and prefixes right-padded with its id, let all lengths share one call.
         lengths = _sent(prefixes.lengths, scores.device)
         columns = torch.arange(prefixes.ids.shape[1], device=scores.device)
         ids = prefixes.ids.masked_fill(columns >= lengths[:, None], self.vocab_size)
-        return _for_requests(processor, prefixes.batch_rows)(ids, scores)
+        wider = torch.nn.functional.pad(scores, (0, 1))
+        return _for_requests(processor, prefixes.batch_rows)(ids, wider)[:, : self.vocab_size].contiguous()
 
 
 def _apply_at_lengths(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:

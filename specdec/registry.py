@@ -16,8 +16,14 @@ DRAFTERS = {
     "draft_model": "drafters.draft_model:build",
 }
 VERIFIERS = {
+    "auto": "verifiers.auto:AutoVerifier",
     "greedy": "verifiers.greedy:GreedyVerifier",
     "rejection": "verifiers.rejection:RejectionVerifier",
+    "block": "verifiers.block:BlockVerifier",
+    "coupled": "verifiers.coupled:CoupledVerifier",
+    "tree_rejection": "verifiers.tree_rejection:TreeRejectionVerifier",
+    "traversal": "verifiers.traversal:TraversalVerifier",
+    "typical": "verifiers.typical:TypicalVerifier",
 }
 COMMANDS = {
     "eval": "eval.command:run",

@@ -43,24 +43,21 @@ def philox(key: tuple[int, int], counter: tuple[Array, Array, Array, Array]) -> 
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # int64 products wrap modulo 2**64, which leaves the 64 bits of the unsigned product.
+        # int64 products wrap modulo 2**64, which leaves the bits of the unsigned product. Their low words become c1 and
+        # c3, which are only XORed until the end: the bits above them are masked once, after that.
         low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((high >> 32) & WORD) ^ c1 ^ k0,
-            high & WORD,
-            ((low >> 32) & WORD) ^ c3 ^ k1,
-            low & WORD,
-        )
+        c0, c1, c2, c3 = ((high >> 32) ^ c1 ^ k0) & WORD, high, ((low >> 32) ^ c3 ^ k1) & WORD, low
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD
 
 
-def words(seed: int, requests: Tensor, times: Tensor, purpose: Purpose, count: int) -> Tensor:
-    """[n, count] int64, the first `count` words of n streams, on the arguments' device.
+def words(seed: int, requests: Tensor, times: Tensor, purpose: Purpose, first: int, count: int) -> Tensor:
+    """[n, count] int64, words first .. first + count - 1 of n streams, on the arguments' device.
 
-    seed: any int, taken modulo 2**64. requests, times (a step or a position): [n] int64 below 2**32.
+    seed: any int, taken modulo 2**64. requests, times (a step or a position): [n] int64 below 2**32. first: a
+    multiple of 4.
     """
-    index = torch.arange((count + 3) // 4, device=requests.device)
+    index = torch.arange(first // 4, (first + count + 3) // 4, device=requests.device)
     counter = _counter(requests, times, purpose, 0, index)
     return torch.stack(philox(_key(seed), counter), dim=-1).flatten(1)[:, :count]
 
