@@ -148,15 +148,17 @@ def summarise(
     The target's margins at divergences cost a forward each: they are measured for greedy runs that were not cut short.
     """
     greedy = not settings.sampling["do_sample"]
-    comparable = greedy or settings.verifier == "coupled"  # other rules draw differently from plain decoding by design
+    compared = set(methods) - {CONTROL}
+    if not greedy:  # HF samples with other random numbers, and every rule but the coupled one does by design
+        compared = compared - {"hf"} if settings.verifier == "coupled" else set()
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     encoded = {prompt.id: prompt.tokens for prompt in prompts}
     model = loaded.model if complete and greedy else None
-    found = divergences(records, encoded, model) if comparable else []
+    found = divergences([r for r in records if r.method in {*compared, CONTROL}], encoded, model)
     return {
-        "rows": rows(records, methods, settings.temperature, dtype, comparable),
+        "rows": rows(records, methods, settings.temperature, dtype, compared),
         "complete": complete,
-        "plain_across_batch_sizes": plain_across_batch_sizes(records) if comparable else [],
+        "plain_across_batch_sizes": plain_across_batch_sizes(records) if compared else [],
         "divergences": [asdict(divergence) | {"tie": divergence.tie} for divergence in found],
         "environment": environment(loaded.description, dtype, loaded.model.device),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -53,15 +53,15 @@ def grouped(records: Iterable[Record]) -> dict[int, dict[str, Runs]]:
 
 
 def rows(
-    records: Iterable[Record], methods: Sequence[str], temperature: float, dtype: str, comparable: bool
+    records: Iterable[Record], methods: Sequence[str], temperature: float, dtype: str, compared: Collection[str]
 ) -> list[dict[str, Any]]:
     """summary.json's `rows`: one per batch size and method that has results, methods in the order given.
 
-    comparable: whether outputs of different methods should be equal token by token; if not, exact_match_rate is None.
+    compared: methods whose outputs should equal plain decoding's token by token; exact_match_rate is None for others.
     """
     return [
         {"method": method, "batch_size": size, "temperature": temperature, "dtype": dtype}
-        | _row(found[method], found.get("hf", {}), found.get(CONTROL, {}), comparable and method != CONTROL)
+        | _row(found[method], found.get("hf", {}), found.get(CONTROL, {}), method in compared)
         for size, found in grouped(records).items()
         for method in methods
         if method in found

@@ -22,7 +22,7 @@ from specdec.cache import SlotCache, bucketed
 from specdec.contracts import Draft
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """One row's part of a step.
 
