@@ -18,6 +18,8 @@ from specdec.registry import COMMANDS, OWN_PACKAGES, known
 from specdec.streaming import TokenPrinter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Speculative decoding: try it, then measure it.")
+bench = typer.Typer(no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Target = Annotated[
     str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' for the small model that `make demo` installs.")
@@ -181,6 +183,21 @@ def evaluate(
         resume=resume,
         as_json=as_json,
     )
+
+
+@bench.callback()
+def _parts() -> None:
+    """Time parts on their own."""
+
+
+@bench.command("verify")
+@one_sentence_errors
+def bench_verify(
+    small: Annotated[bool, typer.Option("--small", help="8 rows, vocabulary 32,768.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Time verification kernels against the bytes they must read; the torch rules where there is no GPU."""
+    known(COMMANDS, "bench verify", "command")(small=small, as_json=as_json)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -141,6 +141,10 @@ class Draws(Protocol):
         At most once per step. -1 where a row holds a NaN or has no mass: an error here would read the device."""
         ...
 
+    def pick_uniform(self) -> Tensor:
+        """[B] float64 in [0, 1), the number that `pick` draws with, for a rule whose kernel draws by itself."""
+        ...
+
     def choose(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:
         """[n] int64: argmax(logits + g), g the Gumbel noise of each row's position at that depth; -1 where undefined.
 

@@ -97,8 +97,11 @@ class FreshDraws:
     def uniform(self, count: int) -> Tensor:
         return self._uniform(Purpose.ACCEPT, 0, count)
 
+    def pick_uniform(self) -> Tensor:
+        return self._uniform(Purpose.PICK, 0, 1)[:, 0]
+
     def pick(self, weights: Tensor) -> Tensor:
-        return inverse_cdf(weights, self._uniform(Purpose.PICK, 0, 1)[:, 0])
+        return inverse_cdf(weights, self.pick_uniform())
 
     def choose(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:
         raise _wrong_kind("fresh", "noise by position", "coupled")

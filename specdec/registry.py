@@ -27,6 +27,7 @@ VERIFIERS = {
 }
 COMMANDS = {
     "eval": "eval.command:run",
+    "bench verify": "eval.bench_verify:run",
 }
 OWN_PACKAGES = ("drafters", "verifiers", "heads", "train", "eval")
 

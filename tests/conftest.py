@@ -7,6 +7,8 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network; read on import
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter; read when Triton is imported, here or later
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from specdec.models import DEMO_PACKAGE, LoadedModel, load_target
 

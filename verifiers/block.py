@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Draft, Draws, Scores, Verdict
-from verifiers.chains import check_chain, drafted_probs, q_at
+from verifiers.chains import check_chain, drafted_probs, has_kernel, q_at
 from verifiers.paths import chain_path, within_lengths
 from verifiers.rejection import residual
 
@@ -30,6 +30,10 @@ class BlockVerifier:
     def verify(self, draft: Draft, p: Scores, draws: Draws) -> Verdict:
         check_chain(draft, self.name)
         N, V = draft.tokens.shape[1], p.logits.shape[-1]
+        if has_kernel(draft, p):
+            from verifiers.kernels.block import block  # Triton is slow to import, and not everywhere
+
+            return block(draft, p, draws.uniform(N), draws.pick_uniform())
         valid_BN = within_lengths(draft)
         tokens_BN = draft.tokens.masked_fill(~valid_BN, 0)
         P = prefix_weights(p.log_prob(tokens_BN).exp(), drafted_probs(draft, tokens_BN, V))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
-from specdec.contracts import Draft
+from specdec.contracts import Draft, Scores
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def has_kernel(draft: Draft, p: Scores) -> bool:
+    """Whether the rule's kernel (`verifiers.kernels`) takes this step: a chain on CUDA, no float64, q over all V."""
+    on_cuda = HAS_TRITON and p.logits.is_cuda and p.logits.dtype != torch.float64
+    return on_cuda and draft.parents is None and draft.q_ids is None
 
 
 def check_chain(draft: Draft, verifier: str) -> None:

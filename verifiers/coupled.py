@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from specdec.contracts import Draft, Draws, Scores, Verdict
+from verifiers.chains import has_kernel
 from verifiers.greedy import follow
 from verifiers.paths import node_depths
 
@@ -23,6 +24,10 @@ class CoupledVerifier:
     draws = "coupled"
 
     def verify(self, draft: Draft, p: Scores, draws: Draws) -> Verdict:
+        if has_kernel(draft, p):
+            from verifiers.kernels.choice import coupled  # as in `verifiers.rejection`
+
+            return coupled(draft, p, draws.seed, draws.requests_B, draws.positions_B)
         # Row and depth of every scored position; entries past a row's draft repeat its root, with depth 0.
         depths_BN = node_depths(draft)
         rows_BN = torch.arange(len(p.index), device=p.index.device)[:, None].expand_as(p.index)

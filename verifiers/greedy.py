@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.contracts import Draft, Draws, Scores, Verdict
 from specdec.draws import defined_argmax
+from verifiers.chains import has_kernel
 from verifiers.paths import matched_path, parent_nodes, within_lengths
 
 
@@ -22,6 +23,10 @@ class GreedyVerifier:
     draws = "argmax"
 
     def verify(self, draft: Draft, p: Scores, draws: Draws) -> Verdict:
+        if has_kernel(draft, p):
+            from verifiers.kernels.choice import greedy  # as in `verifiers.rejection`
+
+            return greedy(draft, p)
         return follow(draft, defined_argmax(p.logits)[p.index])
 
 

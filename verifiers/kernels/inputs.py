@@ -16,7 +16,8 @@ from torch import Tensor
 from specdec.contracts import Draft, Scores
 from verifiers.chains import check_chain
 
-BLOCK = 8192  # vocabulary entries per program: 32 per thread of 8 warps, enough loads in flight to fill the bus
+BLOCK = 8192  # vocabulary entries per program
+WARPS = 16  # 16 entries per thread: few enough registers that several programs' loads are in flight on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def _check_rows(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} along the vocabulary: call .contiguous() on it")
 
 
-# Sizes that change from step to step: not worth a compilation each.
-kernel = triton.jit(do_not_specialize=["B", "N", "seed"])
+kernel = triton.jit(do_not_specialize=["B", "N", "seed"])  # they change from step to step: not worth compiling again
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def load_q(q_logits, q_logz, one_hot, q_stride_b, q_stride_n, token, b, j, draft
         sampled = drafted
         if one_hot is not None:
             sampled = drafted & (tl.load(one_hot + b) == 0)
-        at = q_logits + b.to(tl.int64) * q_stride_b + j * q_stride_n
+        at = q_logits + b.to(tl.int64) * q_stride_b + j * q_stride_n.to(tl.int64)
         x = tl.load(at + v, mask=v < tl.where(sampled, V, 0), other=-float("inf")).to(tl.float32)
         z = tl.load(q_logz + b * N + j, mask=sampled, other=0.0).to(tl.float32)
         q = tl.where(sampled, tl.exp(x - z), certain)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verifiers.kernels.inputs import accepted_count, arrives_last, kernel, load_logits, load_q, scratch
+from verifiers.kernels.inputs import WARPS, accepted_count, arrives_last, kernel, load_logits, load_q, scratch
 
 
 @triton.jit
@@ -102,4 +102,4 @@ def score_nodes(target: dict[str, Any], q: dict[str, Any], u: Tensor | None) -> 
 def run(function: Callable, programs: int, **arguments: Any) -> None:
     """Launch on a grid of one axis; an empty batch has nothing to launch."""
     if programs:
-        function[(programs,)](**arguments, num_warps=8)
+        function[(programs,)](**arguments, num_warps=WARPS, enable_fp_fusion=False)  # rounds p - q as torch does
