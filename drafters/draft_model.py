@@ -53,6 +53,7 @@ class DraftModelDrafter(BaseDrafter):
         self.cache.release(ids)
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
+        budget = self._within_positions(rows, budget)
         B, N = len(rows.ids), max(budget)
         tokens = torch.zeros(B, N, dtype=torch.long, device=rows.device)
         q_logits, q_logz = [], []
@@ -73,6 +74,13 @@ class DraftModelDrafter(BaseDrafter):
         """Keep, of each row's cached drafts, those that became text: all but its last token is in the cache at most."""
         for row, text in zip(rows.ids, rows.tokens, strict=True):
             self.cache.lengths[row] = min(self.cache.lengths[row], len(text) - 1)
+
+    def _within_positions(self, rows: Rows, budget: Sequence[int]) -> Sequence[int]:
+        """`budget`, less where the draft model's table of positions ends before the target's does."""
+        if not self.model.positions_are_a_table or self.model.max_positions is None:
+            return budget
+        room = [max(0, self.model.max_positions - len(text) + 1) for text in rows.tokens]
+        return [min(pair) for pair in zip(budget, room, strict=True)]
 
     def _read(self, rows: Rows, active: Sequence[int]) -> Tensor:
         """[b, V] logits after the whole text of the active rows, running what the cache does not hold yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,10 @@ class Folder:
         """Refuse to mix runs, before any work and without writing.
 
         Raises FileExistsError where the folder holds results and `resume` was not asked for, and ValueError where it
-        was but the run that it holds is not one of `config`."""
+        was but the run that it holds is not one of `config` or cannot be read, or where nothing can be written."""
+        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ValueError(f"{existing} is not a folder that can be written to: give another --out")
         if not self._holds_results():
             return
         if not resume:
@@ -31,7 +35,12 @@ class Folder:
                 f"{self.path} holds another run's results: choose another folder with --out, or continue that run "
                 f"with --resume"
             )
-        before = json.loads(self._config.read_text())
+        try:
+            before = json.loads(self._config.read_text())
+        except (OSError, json.JSONDecodeError):
+            raise ValueError(
+                f"{self._config} is missing or damaged, so the run cannot be continued: give another --out"
+            ) from None
         for key in sorted(before.keys() | config.keys()):
             if before.get(key) != config.get(key):
                 raise ValueError(
@@ -41,9 +50,14 @@ class Folder:
 
     def start(self, config: dict[str, Any]) -> list[Record]:
         """Make the folder ready and return the finished records that it holds."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        if self._holds_results():
+            return self._finished()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be made a folder ({error.strerror}): give another --out") from None
         self._config.write_text(json.dumps(config, indent=2) + "\n")
-        return self._finished() if self._holds_results() else []
+        return []
 
     def append(self, records: list[Record]) -> None:
         """Add one finished job's records at once, so that a kill leaves whole jobs but for the last one's tail."""
@@ -62,13 +76,21 @@ class Folder:
         lines = self.results.read_text().splitlines(keepends=True)
         if not lines[-1].endswith("\n"):
             lines.pop()
-        records = [Record(**json.loads(line)) for line in lines]
+        records = [self._record(number, line) for number, line in enumerate(lines, 1)]
         found = Counter(map(_job_of, records))
         finished = [record for record in records if found[_job_of(record)] == record.rows]
         kept = self.results.with_suffix(".kept")
         kept.write_text(_lines(finished))
         kept.replace(self.results)  # at once: a kill here loses nothing
         return finished
+
+    def _record(self, number: int, line: str) -> Record:
+        try:
+            return Record(**json.loads(line))
+        except (json.JSONDecodeError, TypeError):
+            raise ValueError(
+                f"{self.results}, line {number}, is not a result: remove the line to continue the run without it"
+            ) from None
 
 
 def _lines(records: list[Record]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specdec.call_checks import check_draft_length, fitting_verifier
 from specdec.drafter_spec import DrafterSpec
 from specdec.registry import VERIFIERS, known
 
@@ -40,9 +41,8 @@ class Settings:
         for kind, given in (("batch size", self.batch_sizes), ("drafter", self.drafters)):
             if repeated := {item for item in given if given.count(item) > 1}:
                 raise ValueError(f"{kind} {repeated.pop()!r} is given more than once: name each once")
-        known(VERIFIERS, self.verifier, "verifier")
-        if self.draft_length < 0:
-            raise ValueError(f"the draft length is {self.draft_length}: give 0 (plain decoding) or a positive number")
+        fitting_verifier(known(VERIFIERS, self.verifier, "verifier"), self.sampling["do_sample"])
+        check_draft_length(self.draft_length)
         if self.repeats < 1 or self.max_new_tokens < 1:
             raise ValueError(
                 f"repeats is {self.repeats} and max_new_tokens {self.max_new_tokens}: both must be at least 1"

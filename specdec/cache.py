@@ -111,7 +111,8 @@ class SlotCache(Cache):
             self._resize(len(self._row_at), self.capacity)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Free the rows' places; the last used place moves into each hole (one contiguous copy per layer)."""
+        """Free the rows' places; the last used place moves into each hole (one contiguous copy per layer). The buffers
+        go with the last row."""
         for row in rows:
             hole, last_row = self._place_of.pop(row), self._row_at.pop()
             del self.lengths[row]
@@ -124,6 +125,10 @@ class SlotCache(Cache):
                         last * capacity : last * capacity + length
                     ]
             self._row_at[hole], self._place_of[last_row] = last_row, hole
+        if not self._row_at:  # idle: the next user may have another dtype, device or autograd mode
+            self.places = self.capacity = 0
+            for layer in self.layers:
+                layer.is_initialized, layer.keys, layer.values = False, None, None
 
     def place(self, row: int) -> int:
         """Where row id `row` sits now."""

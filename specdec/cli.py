@@ -11,10 +11,11 @@ import torch
 import typer
 
 import specdec
+from specdec.call_checks import check_draft_length, fitting_verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
 from specdec.prompts import Prompt, encode
-from specdec.registry import COMMANDS, OWN_PACKAGES, known
+from specdec.registry import COMMANDS, OWN_PACKAGES, VERIFIERS, known
 from specdec.streaming import TokenPrinter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Speculative decoding: try it, then measure it.")
@@ -108,6 +109,8 @@ def generate(
     if not prompt.strip():
         raise ValueError("--prompt is empty: give it some text")
     sampling = sampling_arguments(temperature, top_k, top_p)
+    fitting_verifier(known(VERIFIERS, verifier, "verifier"), sampling["do_sample"])
+    check_draft_length(draft_length)
     spec = DrafterSpec.parse(drafter)
     loaded = load_target(target, dtype, device)
     chosen = build_drafter(spec, loaded)

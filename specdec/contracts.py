@@ -187,6 +187,7 @@ class Drafter(Protocol):
     `specdec.BaseDrafter` supplies the rest as no-ops.
 
     needs_hidden: which hidden state of the target `observe` receives: None, "post_norm" or "pre_norm".
+    A drafter object serves one generation at a time; use one per thread.
     """
 
     name: str

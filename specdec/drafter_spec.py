@@ -51,6 +51,10 @@ def build_drafter(spec: DrafterSpec, target: LoadedModel) -> Drafter:
 
     Raises ValueError for settings that it does not take and ImportError where its module cannot be found."""
     factory = _factory(spec.source)
+    if not callable(factory):
+        raise ValueError(
+            f"drafter {spec.text!r} is a {type(factory).__name__}: name a class, or a function that makes one"
+        )
     keywords = dict(spec.options)
     signature = inspect.signature(factory)
     if "target" in signature.parameters:

@@ -203,7 +203,8 @@ def raise_if_undefined(next_tokens: Sequence[int], request_ids: Sequence[int], s
         if token < 0:
             raise ValueError(
                 f"row {i} (request {request_ids[i]}) has no next-token distribution at its step {steps[i]}: its logits "
-                f"hold a NaN or infinity, or the processors left no token; check the model's dtype and the processors"
+                f"hold a NaN or infinity, or the processors left no token; check the model's dtype, the processors and "
+                f"the drafter's q"
             )
 
 

@@ -7,6 +7,7 @@ honour yet it refuses by name, before anything is computed.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from specdec.compat import CACHE_KWARGS
+from specdec.call_checks import (
+    check_draft_length,
+    check_positions,
+    check_prompt,
+    fitting_verifier,
+    refuse_unsupported,
+)
 from specdec.contracts import Drafter, Verifier
 from specdec.loop import Batch, OnCommit
 from specdec.processors import Processors
@@ -68,11 +75,18 @@ def generate(
 
     Example: specdec.generate(model, **tokenizer("Hello", return_tensors="pt"), drafter="ngram", max_new_tokens=32)
     """
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name} is not supported by specdec.generate: say what drafts with drafter=")
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, on_commit=on_commit,
     )  # fmt: skip
-    check_prompt(model, input_ids, kwargs.get("attention_mask"))
+    check_prompt(input_ids, kwargs.get("attention_mask"))
+    config = kwargs.get("generation_config")
+    if stop_strings is None and config is not None and config.stop_strings is not None:
+        stop_strings, config = config.stop_strings, copy.copy(config)
+        config.stop_strings, kwargs["generation_config"] = None, config
     if stop_strings is not None:
         # `generate` builds this criterion itself, but does not hand the tokenizer on to a custom function.
         if tokenizer is None:
@@ -87,7 +101,8 @@ def generate(
 class speculate:
     """A decoding function for `model.generate(..., custom_generate=specdec.speculate(drafter="ngram"))`.
 
-    Arguments as in `specdec.generate`. After each call, `stats` holds that call's statistics."""
+    Arguments as in `specdec.generate`. A streamer must be given here: `generate` hands neither its own nor an
+    `assistant_model` on to a custom function. After each call, `stats` holds that call's statistics."""
 
     def __init__(
         self,
@@ -99,14 +114,18 @@ class speculate:
         streamer: BaseStreamer | None = None,
         on_commit: OnCommit | None = None,
     ):
-        if not isinstance(draft_length, int) or draft_length < 0:
-            raise ValueError(
-                f"draft_length is {draft_length!r}: give 0 (plain decoding) or more drafted tokens per step"
-            )
+        check_draft_length(draft_length)
         self.drafter = _drafter(drafter) if isinstance(drafter, str) else drafter
-        if self.drafter is not None and not callable(getattr(self.drafter, "propose", None)):
-            raise ValueError(f"drafter is {drafter!r}, which has no propose method: see specdec.Drafter")
+        if self.drafter is not None and (isinstance(self.drafter, type) or not isinstance(self.drafter, Drafter)):
+            raise ValueError(
+                f"drafter is {drafter!r}, which lacks some of what specdec.Drafter asks for: give an instance, of a "
+                f"class derived from specdec.BaseDrafter"
+            )
         self.verifier = known(VERIFIERS, verifier, "verifier") if isinstance(verifier, str) else verifier
+        if not isinstance(self.verifier, type | Verifier):
+            raise ValueError(f"verifier is {verifier!r}: give a name, or an object with all of specdec.Verifier")
+        if seed is not None and not isinstance(seed, int):
+            raise ValueError(f"seed is {seed!r}: give an integer, or None to draw one from torch's generator")
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
         self.streamer, self.on_commit = streamer, on_commit
         self.stats: Stats | None = None
@@ -122,12 +141,16 @@ class speculate:
     ) -> Tensor | SpeculativeOutput:
         refuse_unsupported(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
-        check_prompt(model, input_ids, mask)
+        check_prompt(input_ids, mask)
         target = Target(model)
         stops = Stops(stopping_criteria)
         requests = self._requests(input_ids, mask, stops)
         check_positions(target, requests)
-        verifier = self._verifier(bool(generation_config.do_sample))
+        verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
+        if self.streamer is not None:
+            if len(requests) > 1:
+                raise ValueError(f"a streamer was given for a batch of {len(requests)}: stream one row at a time")
+            self.streamer.put(input_ids.cpu())
         batch = Batch(
             target=target,
             drafter=self.drafter if self.draft_length else None,
@@ -140,8 +163,6 @@ class speculate:
             on_commit=self._committed,
         )
         self.stats = batch.stats
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
         batch.run()
         if self.streamer is not None:
             self.streamer.end()
@@ -152,22 +173,10 @@ class speculate:
         output.stats = batch.stats
         return output
 
-    def _verifier(self, sampling: bool) -> Verifier:
-        """The rule of this call; a class is one of the table's."""
-        verifier = self.verifier
-        if isinstance(verifier, type):
-            verifier = verifier(sampling) if "sampling" in inspect.signature(verifier).parameters else verifier()
-        if (verifier.draws == "argmax") == sampling:
-            raise ValueError(
-                f"verifier {verifier.name!r} does not fit do_sample={sampling}: greedy rules go without sampling, all "
-                f"others with it; verifier='auto' chooses"
-            )
-        return verifier
-
     def _requests(self, input_ids: Tensor, mask: Tensor | None, stops: Stops) -> list[Request]:
         columns = input_ids.cpu().numpy()
         B, width = columns.shape
-        pads = [0] * B if mask is None else (width - mask.sum(1)).tolist()
+        pads = [0] * B if mask is None else (width - mask.bool().sum(1)).tolist()
         ids = list(range(B)) if self.request_ids is None else list(self.request_ids)
         if len(ids) != B:
             raise ValueError(f"request_ids has {len(ids)} entries for {B} rows: give one per returned sequence")
@@ -196,69 +205,6 @@ def _drafter(name: str) -> Drafter:
     return factory()
 
 
-def check_prompt(model: PreTrainedModel, input_ids: Tensor | None, mask: Tensor | None) -> None:
-    """ValueError for a prompt batch that nothing can be generated from."""
-    if input_ids is None:
-        raise ValueError("input_ids is missing: give the prompts as a [batch, columns] tensor of token ids")
-    if input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}: give at least one row and one token, [batch, columns]"
-        )
-    if mask is None:
-        return
-    if mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} but input_ids {tuple(input_ids.shape)}: make them equal"
-        )
-    mask = mask.bool()
-    if not mask.any(1).all():
-        empty = (~mask.any(1)).nonzero()[0].item()
-        raise ValueError(f"row {empty} of attention_mask masks every token: an empty prompt cannot be continued")
-    if (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise NotImplementedError(
-            "attention_mask has zeros after ones (right padding or a hole), which is not supported yet: pad on the left"
-        )
-
-
-def check_positions(target: Target, requests: Sequence[Request]) -> None:
-    """ValueError where a request cannot fit the model's positions."""
-    limit = target.max_positions
-    if limit is None:
-        return
-    for request in requests:
-        length = len(request.tokens)
-        if length > limit or (target.positions_are_a_table and length + request.limit - 1 > limit):
-            raise ValueError(
-                f"row {request.index} has a prompt of {length} tokens and may emit {request.limit}, but the model has "
-                f"{limit} positions: shorten the prompt or lower max_new_tokens"
-            )
-
-
-def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """NotImplementedError that names the first argument which asks for something not supported yet."""
-    asked = {
-        "num_beams": (config.num_beams or 1) > 1,
-        "penalty_alpha": bool(config.penalty_alpha),
-        "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
-        "output_scores": config.output_scores,
-        "output_logits": config.output_logits,
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
-        "prefill_chunk_size": config.prefill_chunk_size is not None,
-        "cache_implementation": config.cache_implementation is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "assistant_early_exit": config.assistant_early_exit is not None,
-        "use_cache=False": config.use_cache is False,
-        "inputs_embeds": model_kwargs.get("inputs_embeds") is not None,
-        "cache": any(_holds_tokens(model_kwargs.get(name)) for name in CACHE_KWARGS),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(
-                f"{name} is not supported by specdec yet: leave it out, or call model.generate without specdec"
-            )
-
-
 def assemble(requests: Sequence[Request], input_ids: Tensor, config: GenerationConfig) -> Tensor:
     """[B, columns + longest output] as HF returns it: prompts, outputs, then the pad token."""
     longest = max(len(r.emitted) for r in requests)
@@ -267,8 +213,3 @@ def assemble(requests: Sequence[Request], input_ids: Tensor, config: GenerationC
     for b, request in enumerate(requests):
         out[b, : len(request.emitted)] = request.emitted
     return torch.cat([input_ids, torch.from_numpy(out).to(input_ids.device)], dim=1)
-
-
-def _holds_tokens(cache: Cache | None) -> bool:
-    """Whether a cache was passed in to continue from; `generate` itself hands over an empty one."""
-    return cache is not None and int(cache.get_seq_length()) > 0

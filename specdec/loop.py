@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
+from specdec.draft_checks import check_draft, made_safe
 from specdec.draws import make_draws, raise_if_undefined
 from specdec.processors import Prefixes, Processors
 from specdec.requests import Request
@@ -122,22 +123,17 @@ class Batch:
         return Rows([r.row for r in scored], [r.tokens for r in scored], self.target.device, self.target.vocab_size)
 
     def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
-        """The draft, with token ids made safe to index with, and [B] whether a row's draft held an invalid id.
+        """The draft, with ids and parents made safe to index with, and [B] whether a row's draft held an invalid one.
 
         Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
         follows the accepted ones)."""
         budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
-        device, V = self.target.device, self.target.vocab_size
+        V = self.target.vocab_size
         if self.drafter is None or not any(budget):
-            return Draft.empty(len(scored), device), torch.zeros(len(scored), dtype=torch.bool, device=device)
+            return made_safe(Draft.empty(len(scored), self.target.device), V)
         draft = self.drafter.propose(self.rows(scored), budget, draws)
-        check_draft(draft, budget, self.stats.drafter)
-        width = max(draft.lengths)
-        used = torch.arange(width) < torch.tensor(draft.lengths)[:, None]
-        tokens = draft.tokens[:, :width]
-        safe = tokens.clamp(0, V - 1)
-        invalid = ((safe != tokens) & used.to(device, non_blocking=True)).any(1)
-        return replace(draft, tokens=safe, **_narrowed(draft, width)), invalid
+        check_draft(draft, budget, self.stats.drafter, V)
+        return made_safe(draft, V)
 
     def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
         """Processors, then the rule."""
@@ -168,7 +164,8 @@ class Batch:
         if read.invalid:
             raise ValueError(
                 f"drafter {self.stats.drafter!r} proposed a token outside the target's vocabulary of "
-                f"{self.target.vocab_size}: it must propose target token ids"
+                f"{self.target.vocab_size}, or a tree in which a parent does not come before its child: it must "
+                f"propose target token ids, and parents as indices of earlier tokens or -1"
             )
         raise_if_undefined(read.next_token, [r.request_id for r in scored], [r.steps for r in scored])
         if draft.parents is not None:
@@ -255,27 +252,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds["prefill" if self.prefill else phase] += now - self.last
         self.last = now
-
-
-def check_draft(draft: Draft, budget: Sequence[int], drafter: str) -> None:
-    """ValueError where a draft's host-side parts do not fit the step."""
-    if len(draft.lengths) != len(budget) or len(draft.tokens) != len(budget):
-        raise ValueError(
-            f"drafter {drafter!r} returned {len(draft.tokens)} rows of tokens and {len(draft.lengths)} lengths for a "
-            f"step of {len(budget)} rows: return one row per entry of rows.ids"
-        )
-    for b, (length, limit) in enumerate(zip(draft.lengths, budget, strict=True)):
-        if not 0 <= length <= min(limit, draft.tokens.shape[1]):
-            raise ValueError(
-                f"drafter {drafter!r} drafted {length} tokens in row {b}, where the budget is {limit} and the tokens "
-                f"tensor has {draft.tokens.shape[1]} columns: draft no more than budget[b]"
-            )
-
-
-def _narrowed(draft: Draft, width: int) -> dict[str, Tensor]:
-    """The draft's per-node tensors cut to the longest row, so that no later step works on padding."""
-    tensors = {"parents": draft.parents, "q_logits": draft.q_logits, "q_logz": draft.q_logz}
-    return {name: tensor[:, :width] for name, tensor in tensors.items() if tensor is not None}
 
 
 def _record(request: Request, drafted: int, accepted: int, accept_prob: np.ndarray) -> None:

@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"prompts file {path} does not exist: give a JSONL file, or none for the built-in set")
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts file {path} is not UTF-8 text: save it as such") from error
 
@@ -99,11 +99,15 @@ def _parse(line: str, number: int) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read (nested too deep)") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object is needed")
     messages = _messages(row)
     if not all(isinstance(text, str) and text.strip() for message in messages for text in message.values()):
         raise ValueError("the prompt is empty or not a text")
+    if any("\ud800" <= char <= "\udfff" for message in messages for char in message["content"]):
+        raise ValueError("the prompt holds half a surrogate pair, which is not text")
     return Prompt(str(row.get("id", row.get("question_id", number))), str(row.get("category", "")), messages)
 
 

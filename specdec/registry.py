@@ -7,6 +7,7 @@ given as an object, or on the command line as `module:Name`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def imported(path: str) -> Any:
     if package in OWN_PACKAGES:
         _check_not_shadowed(package)
     elif "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
@@ -65,8 +66,8 @@ def imported(path: str) -> Any:
 
 def _check_not_shadowed(package: str) -> None:
     ours = Path(__file__).resolve().parent.parent / package
-    module = importlib.import_module(package)
-    found = Path(module.__file__ or next(iter(module.__path__))).resolve()
+    spec = importlib.util.find_spec(package)  # looks, and does not run what it finds
+    found = Path(spec.origin or next(iter(spec.submodule_search_locations))).resolve()
     if ours not in (found, *found.parents):
         raise ImportError(
             f"specdec needs its own package {package!r} but Python found {found} first: run from another folder, or "

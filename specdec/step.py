@@ -256,5 +256,5 @@ class _Plan:
         places = torch.tensor([self.cache.place(s.row) for s in rows], device=parents_BN.device)
         taken = torch.tensor([self.order[s.row] for s in rows], device=parents_BN.device)
         n = min(self.N, self.width - 1)
-        by_place[places, :n] = torch.minimum(parents_BN[taken, :n], chain[:n]).clamp(min=-1)  # past lengths: anything
+        by_place[places, :n] = parents_BN[taken, :n]
         return by_place

@@ -16,7 +16,8 @@ class Stops:
     """HF's stopping criteria, asked at every token of a block as plain `generate` asks at every step.
 
     End tokens, lengths and times are read out of their criteria and checked on the host; any other criterion is called
-    with the request's own ids [1, columns] per token, in HF's column layout, and with scores None.
+    with the request's own ids [1, columns] per token, in HF's column layout, and with scores None. A stopped row is
+    padded; HF goes on emitting for it until all rows have stopped where the call has no end token.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):

@@ -81,6 +81,18 @@ class Target:
         """Whether a position past `max_positions` cannot be computed at all (learned embeddings)."""
         return getattr(self.config, "rope_parameters", None) is None
 
+    @property
+    def positions_change_at(self) -> int | None:
+        """Length at which the model's rotary frequencies change for every position (dynamic and longrope scaling take
+        them from the longest row), so that cached keys and a cache-free forward disagree; None = never."""
+        scaling = getattr(self.config, "rope_parameters", None) or {}
+        per_layer_type = [value for value in scaling.values() if isinstance(value, dict)]
+        for rope in per_layer_type or [scaling]:
+            if rope.get("rope_type") in ("dynamic", "longrope"):
+                original = getattr(self.config, "original_max_position_embeddings", None)
+                return rope.get("original_max_position_embeddings") or original or self.max_positions
+        return None
+
     def new_cache(self) -> SlotCache:
         """An empty cache of this model's layers."""
         return SlotCache(self.config.num_hidden_layers)

@@ -155,7 +155,7 @@ def test_importing_specdec_imports_no_other_package_of_ours_and_nothing_for_repo
 
 def test_a_users_file_of_the_same_name_is_named_in_one_sentence(tmp_path):
     code = "from specdec.registry import COMMANDS, known; known(COMMANDS, 'eval', 'command')"
-    (tmp_path / "eval.py").write_text("")
+    (tmp_path / "eval.py").write_text("raise SystemExit('a stray file was run')")
     result = run_python(code, tmp_path)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (

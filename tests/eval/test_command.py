@@ -141,6 +141,12 @@ def test_unknown_drafter_is_refused_before_the_run(tmp_path, evaluate):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_verifier_that_does_not_fit_is_refused_before_the_run(tmp_path, evaluate):
+    result = evaluate("--verifier", "block")
+    assert result.exit_code == 2 and "does not fit do_sample=False" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_memory_is_measured_for_every_engine_method(tmp_path, evaluate):
     result = evaluate("--limit", "2", "--memory", "120")
     found = summary(tmp_path)["memory"]

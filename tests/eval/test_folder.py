@@ -82,3 +82,24 @@ def test_configuration_survives_json_and_tells_runs_apart():
 def test_settings_are_validated(changes, message):
     with pytest.raises(ValueError, match=message):
         settings(**changes)
+
+
+def test_an_out_that_cannot_be_a_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is not a folder"):
+        Folder(tmp_path / "file").check(CONFIG, False)
+    with pytest.raises(ValueError, match="file is not a folder"):
+        Folder(tmp_path / "file" / "below").check(CONFIG, False)
+
+
+def test_a_damaged_folder_is_named(tmp_path):
+    folder = Folder(tmp_path / "run")
+    folder.start(CONFIG)
+    folder.append([record("plain")])
+    (tmp_path / "run" / "results.jsonl").write_text("{broken}\n" + (tmp_path / "run" / "results.jsonl").read_text())
+    folder.check(CONFIG, True)
+    with pytest.raises(ValueError, match="line 1, is not a result"):
+        folder.start(CONFIG)
+    (tmp_path / "run" / "config.json").write_text("")
+    with pytest.raises(ValueError, match="config.json is missing or damaged"):
+        folder.check(CONFIG, True)

@@ -106,6 +106,7 @@ def test_draft_model_refuses(tiny_target, settings):
         ("ngram:max_n=x", ValueError, "max_n=x"),
         ("my_own_drafter:MyDrafter", ValueError, "missing a required argument: 'depth'"),
         ("my_own_drafter:Other", ValueError, "no attribute 'Other'"),
+        ("math:pi", ValueError, "is a float: name a class"),
         ("no_such_module:Other", ImportError, "no module 'no_such_module'"),
         ("my_broken_drafter:Other", ModuleNotFoundError, "not_installed_anywhere"),
     ],

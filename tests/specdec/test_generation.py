@@ -10,9 +10,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import specdec
 from drafters.draft_model import DraftModelDrafter, check_same_tokens, first_layers
+from drafters.ngram import NGramDrafter
 from specdec import loop
+from specdec.cache import SlotCache
 from specdec.contracts import BaseDrafter, Draft
-from specdec.target import Target
 from tests.tiny_models import tiny
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mistral", "gemma3", "mixtral", "deepseek_v3", "falcon"]
@@ -240,14 +241,18 @@ def test_counted_work():
 
 
 def test_cache_grows_with_the_text_and_not_with_max_new_tokens(monkeypatch):
-    caches = []
-    new_cache = Target.new_cache
-    monkeypatch.setattr(Target, "new_cache", lambda self: caches.append(new_cache(self)) or caches[-1])
+    capacities = []
+    resize = SlotCache._resize
+    monkeypatch.setattr(
+        SlotCache,
+        "_resize",
+        lambda self, places, capacity: capacities.append(capacity) or resize(self, places, capacity),
+    )
     model = tiny("llama")
     first = int(hf(model, max_new_tokens=1)[0, -1])
     specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=200, eos_token_id=first, drafter=None,
                      stopping_criteria=StoppingCriteriaList([StopAt()]))  # fmt: skip
-    assert caches[0].capacity <= 128
+    assert 0 < max(capacities) <= 128
 
 
 def test_model_is_left_as_it_was_found_even_when_something_raises():
@@ -386,7 +391,10 @@ def test_tokenizers_are_compared_on_what_both_know():
         ({"draft_length": -1}, "draft_length is -1"),
         ({"drafter": "nonsense"}, "unknown drafter 'nonsense': known are draft_model, ngram"),
         ({"drafter": "draft_model"}, "needs a model"),
-        ({"drafter": object()}, "no propose method"),
+        ({"drafter": object()}, "lacks some of"),
+        ({"drafter": NGramDrafter}, "give an instance"),
+        ({"verifier": None}, "verifier is None"),
+        ({"seed": 1.5}, "seed is 1.5"),
         ({"verifier": "nonsense"}, "unknown verifier"),
         ({"verifier": "rejection"}, "does not fit do_sample=False"),
         ({"request_ids": [1]}, "1 entries for 4 rows"),
@@ -440,7 +448,7 @@ class Broken(BaseDrafter):
     [
         (lambda rows, budget: Draft(torch.full((len(budget), 5), 97), budget), "outside the target's vocabulary of 97"),
         (lambda rows, budget: Draft(torch.full((len(budget), 9), 1), [9] * len(budget)), "drafted 9 tokens in row 0"),
-        (lambda rows, budget: Draft(torch.full((1, 5), 1), [5]), "1 rows of tokens"),
+        (lambda rows, budget: Draft(torch.full((1, 5), 1), [5]), r"tokens of torch.int64 \(1, 5\) for 4 rows"),
     ],
 )
 def test_a_broken_drafter_is_named(draft, message):
@@ -454,3 +462,100 @@ def test_generation_config_object_is_honoured_and_unchanged():
     before = config.to_dict()
     out = specdec.generate(model, **prompts(), generation_config=config)
     assert torch.equal(out, model.generate(**prompts(), generation_config=config)) and config.to_dict() == before
+
+
+def test_trees_are_checked_and_junk_past_the_lengths_is_ignored():
+    model = tiny("llama")
+    expected = hf(model, max_new_tokens=12)
+
+    def forest(rows, budget):  # two children of the root; what is past the lengths is far out of range
+        tokens, parents = torch.full((len(budget), 9), 10**6), torch.full((len(budget), 9), 10**6)
+        tokens[:, :2], parents[:, :2] = torch.tensor([3, 8]), -1
+        return Draft(tokens, [min(2, limit) for limit in budget], parents)
+
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 12}
+    assert torch.equal(specdec.generate(model, **settings, drafter=Broken(forest)), expected)
+
+    def own_parent(rows, budget):
+        return Draft(torch.full((len(budget), 2), 3), [min(2, n) for n in budget], torch.tensor([[0, 1]] * len(budget)))
+
+    with pytest.raises(ValueError, match="a parent does not come before its child"):
+        specdec.generate(model, **settings, drafter=Broken(own_parent))
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (lambda B: None, "returned a NoneType"),
+        (lambda B: Draft(torch.ones(B, 2), [2] * B), "torch.float32"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.int32), [2] * B), "torch.int32"),
+        (lambda B: Draft([[1, 2]] * B, [2] * B), "tokens of list"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), 2), "returned lengths 2"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, torch.ones(B, 1)), "returned parents"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, q_logits=torch.ones(B, 2, 97)), "without q_logz"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, q_logits=torch.ones(B, 2, 96)), "one column per"),
+    ],
+)
+def test_a_draft_of_the_wrong_form_is_one_sentence(draft, message):
+    settings = {**prompts(), "do_sample": True, "max_new_tokens": 12}
+    with pytest.raises(ValueError, match=message):
+        specdec.generate(tiny("llama"), **settings, drafter=Broken(lambda rows, budget: draft(len(budget))))
+
+
+def test_arguments_of_the_model_itself_are_honoured_or_named():
+    model = tiny("gpt2")
+    mask = prompts()["attention_mask"]
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 8}
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert torch.equal(specdec.generate(model, **settings, position_ids=positions), hf(model, max_new_tokens=8))
+    for name, value in {"position_ids": 2 * positions, "token_type_ids": mask, "assistant_model": model}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            specdec.generate(model, **settings, **{name: value})
+
+
+def test_rotary_embeddings_that_change_with_the_length_are_refused_past_that_length():
+    model = tiny("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model.config.max_position_embeddings = 30
+    specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=18)
+    with pytest.raises(NotImplementedError, match="31 tokens, but past 30"):
+        specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=19)
+
+
+def test_a_drafter_object_survives_errors_modes_and_dtypes():
+    model, draft = tiny("llama"), tiny("llama", seed=3)
+    drafter = DraftModelDrafter(draft)
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 12, "drafter": drafter}
+    expected = hf(model, max_new_tokens=12)
+    with pytest.raises(ValueError, match="stream one row"):
+        specdec.generate(model, **settings, streamer=Recorder())
+    with torch.inference_mode():
+        assert torch.equal(specdec.generate(model, **settings), expected)
+    assert torch.equal(specdec.generate(model, **settings), expected)
+    draft.float()
+    assert torch.equal(specdec.generate(model, **settings), expected)
+
+
+def test_a_draft_model_with_fewer_positions_drafts_up_to_them():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    draft = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=20)).eval()
+    model = tiny("llama")
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 30, "return_stats": True}
+    out, stats = specdec.generate(model, **settings, drafter=DraftModelDrafter(draft.double()))
+    assert torch.equal(out, hf(model, max_new_tokens=30))
+    drafted = stats.rows[0].drafted  # a prompt of 12 tokens, so some drafts fit and later ones do not
+    assert drafted[0] == 5 and drafted[-1] == 0
+
+
+def test_stop_strings_may_come_with_the_generation_config():
+    from tests.toy_tokenizer import toy_tokenizer
+
+    model, tokenizer = tiny("llama"), toy_tokenizer()
+    one = {name: value[:1] for name, value in prompts().items()}
+    plain = specdec.generate(model, **one, do_sample=False, max_new_tokens=20)
+    stop = tokenizer.decode(plain[0, 15:17])
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, stop_strings=[stop], pad_token_id=0)
+    out = specdec.generate(model, **one, generation_config=config, tokenizer=tokenizer)
+    assert torch.equal(out, model.generate(**one, generation_config=config, tokenizer=tokenizer))
+    assert out.shape[1] < plain.shape[1] and config.stop_strings == [stop]

@@ -84,6 +84,8 @@ def test_limit_takes_in_turn_from_each_category_in_order_of_appearance(tmp_path)
         ({"prompt": "  "}, "the prompt is empty"),
         ({"turns": [3]}, "the prompt is empty or not a text"),
         ({"messages": [{"role": "user", "content": None}]}, "the prompt is empty or not a text"),
+        ('{"prompt": "half \\ud800"}', "the prompt holds half a surrogate pair"),
+        ("[" * 100_000, "not JSON that can be read"),
     ],
 )
 def test_bad_row_is_named_by_file_and_line_or_skipped_and_counted(tmp_path, caplog, row, reason):

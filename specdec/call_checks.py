@@ -1,0 +1,120 @@
+"""What a call to `generate` is refused for, in one sentence, before anything is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig
+
+from specdec.compat import CACHE_KWARGS
+from specdec.contracts import Verifier
+from specdec.requests import Request
+from specdec.target import Target
+
+HONOURED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_KWARGS}  # of the model's own kwargs
+
+
+def check_draft_length(draft_length: int) -> None:
+    """ValueError for anything but a whole number of at least 0."""
+    if not isinstance(draft_length, int | np.integer) or draft_length < 0:
+        raise ValueError(f"draft_length is {draft_length!r}: give 0 (plain decoding) or more drafted tokens per step")
+
+
+def fitting_verifier(verifier: type | Verifier, sampling: bool) -> Verifier:
+    """The rule for a call: an object as it is, a class of the table made. ValueError where it does not fit."""
+    if isinstance(verifier, type):
+        verifier = verifier(sampling) if "sampling" in inspect.signature(verifier).parameters else verifier()
+    if (verifier.draws == "argmax") == sampling:
+        raise ValueError(
+            f"verifier {verifier.name!r} does not fit do_sample={sampling}: greedy rules go without sampling, all "
+            f"others with it; verifier='auto' chooses"
+        )
+    return verifier
+
+
+def check_prompt(input_ids: Tensor | None, mask: Tensor | None) -> None:
+    """ValueError for a prompt batch that nothing can be generated from."""
+    if input_ids is None:
+        raise ValueError("input_ids is missing: give the prompts as a [batch, columns] tensor of token ids")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}: give at least one row and one token, [batch, columns]"
+        )
+    if mask is None:
+        return
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} but input_ids {tuple(input_ids.shape)}: make them equal"
+        )
+    mask = mask.bool()
+    if not mask.any(1).all():
+        empty = (~mask.any(1)).nonzero()[0].item()
+        raise ValueError(f"row {empty} of attention_mask masks every token: an empty prompt cannot be continued")
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise NotImplementedError(
+            "attention_mask (or the one that generate infers from pad tokens in the prompt) has zeros after ones, "
+            "right padding or a hole, which is not supported yet: pad on the left and pass the mask"
+        )
+
+
+def check_positions(target: Target, requests: Sequence[Request]) -> None:
+    """ValueError where a request cannot fit the model's positions, NotImplementedError where it would move them."""
+    limit, switch = target.max_positions, target.positions_change_at
+    for request in requests:
+        length, total = len(request.tokens), len(request.tokens) + request.limit
+        if limit is not None and (length > limit or (target.positions_are_a_table and total - 1 > limit)):
+            raise ValueError(
+                f"row {request.index} has a prompt of {length} tokens and may emit {request.limit}, but the model has "
+                f"{limit} positions: shorten the prompt or lower max_new_tokens"
+            )
+        if switch is not None and total > switch:
+            raise NotImplementedError(
+                f"row {request.index} may grow to {total} tokens, but past {switch} this model's rotary embeddings "
+                f"change with the longest row of a batch: keep prompt + max_new_tokens within {switch}"
+            )
+
+
+def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """NotImplementedError that names the first argument which asks for something not supported yet."""
+    asked = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "penalty_alpha": bool(config.penalty_alpha),
+        "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+        "output_scores": config.output_scores,
+        "output_logits": config.output_logits,
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "prefill_chunk_size": config.prefill_chunk_size is not None,
+        "cache_implementation": config.cache_implementation is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": config.assistant_early_exit is not None,
+        "use_cache=False": config.use_cache is False,
+        "position_ids": not _are_default_positions(model_kwargs),
+        "cache": any(_holds_tokens(model_kwargs.get(name)) for name in CACHE_KWARGS),
+        **{name: value is not None for name, value in model_kwargs.items() if name not in HONOURED},
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(
+                f"{name} is not supported by specdec yet: leave it out, or call model.generate without specdec"
+            )
+
+
+def _are_default_positions(model_kwargs: dict[str, Any]) -> bool:
+    """Whether position_ids, if given, count the real tokens of each row, as `generate` itself makes them."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is None:
+        return True
+    real = torch.ones_like(positions) if mask is None else mask.long()
+    return positions.shape == real.shape and bool(((real.cumsum(-1) - 1 == positions) | (real == 0)).all())
+
+
+def _holds_tokens(cache: Cache | None) -> bool:
+    """Whether a cache was passed in to continue from; `generate` itself hands over an empty one."""
+    return cache is not None and int(cache.get_seq_length()) > 0
