@@ -58,7 +58,7 @@ class NGramDrafter(BaseDrafter):
     """
 
     max_n: int = 4
-    min_n: int = 1
+    min_n: int = 2  # one equal token says too little: most such drafts are rejected, and a rejected draft costs
     _rows: dict[int, HistoryIndex] = field(default_factory=dict, init=False, repr=False)
 
     name = "ngram"
