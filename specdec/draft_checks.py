@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.contracts import Draft
 
 
-def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int) -> None:
+def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int, device: torch.device) -> None:
     """ValueError, naming the drafter, where its draft does not fit the step's len(budget) rows."""
     if not isinstance(draft, Draft):
         raise ValueError(f"drafter {drafter!r} returned a {type(draft).__name__}: propose must return a specdec.Draft")
@@ -20,6 +20,8 @@ def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int) -> No
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.long or tokens.ndim != 2 or len(tokens) != B:
         given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"drafter {drafter!r} returned tokens of {given} for {B} rows: give an int64 tensor [{B}, N]")
+    if tokens.device != device:
+        raise ValueError(f"drafter {drafter!r} returned tokens on {tokens.device}: make them on rows.device, {device}")
     if not isinstance(draft.lengths, Sequence) or len(draft.lengths) != B:
         raise ValueError(
             f"drafter {drafter!r} returned lengths {draft.lengths!r} for {B} rows: give a list of {B} ints"

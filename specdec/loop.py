@@ -132,7 +132,7 @@ class Batch:
         if self.drafter is None or not any(budget):
             return made_safe(Draft.empty(len(scored), self.target.device), V)
         draft = self.drafter.propose(self.rows(scored), budget, draws)
-        check_draft(draft, budget, self.stats.drafter, V)
+        check_draft(draft, budget, self.stats.drafter, V, self.target.device)
         return made_safe(draft, V)
 
     def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
