@@ -28,7 +28,9 @@ def bucketed(slots: int) -> int:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, each [places * capacity + 1, H_kv, D]; the last index is where padding goes."""
+    """One layer's keys and values, each [places + 1, H_kv, capacity, D]; the last place is where padding goes.
+
+    A head's slots lie side by side, since attention reads them all at every step and writes only a few."""
 
     is_sliding = False  # windows are the mask's affair: every token keeps its slot
 
@@ -38,9 +40,9 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, never empty: a masked slot still enters 0 * V, and 0 * NaN is NaN.
-        slots = self.owner.places * self.owner.capacity + 1
-        self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
+        places, capacity = self.owner.places + 1, self.owner.capacity
+        self.keys = key_states.new_zeros(places, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(places, value_states.shape[1], capacity, value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -50,27 +52,23 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.owner.step
-        self.keys.index_copy_(0, step.flat_slots, key_states.transpose(1, 2).flatten(0, 1))
-        self.values.index_copy_(0, step.flat_slots, value_states.transpose(1, 2).flatten(0, 1))
-        return self._view(self.keys, step), self._view(self.values, step)
+        self.keys[step.token_places, :, step.token_slots] = key_states.transpose(1, 2).flatten(0, 1)
+        self.values[step.token_places, :, step.token_slots] = value_states.transpose(1, 2).flatten(0, 1)
+        return self.keys[: step.places, :, : step.slots], self.values[: step.places, :, : step.slots]
 
-    def _view(self, buffer: Tensor, step: Step) -> Tensor:
-        H, D = buffer.shape[1:]  # one operation, as this runs twice per layer and step
-        return buffer.as_strided((step.places, H, step.slots, D), (self.owner.capacity * H * D, D, H * D, 1))
-
-    def resize(self, places: int, capacity: int) -> None:
-        """Take the owner's new size, keeping what the old one, `places` times `capacity`, held."""
+    def resize(self, places: int) -> None:
+        """Take the owner's new size, keeping what the first `places` places held."""
         for name in ("keys", "values"):
             buffer = getattr(self, name)
-            grown = buffer.new_zeros(self.owner.places * self.owner.capacity + 1, *buffer.shape[1:])
-            by_place = grown[:-1].unflatten(0, (self.owner.places, self.owner.capacity))
-            by_place[:places, :capacity] = buffer[:-1].unflatten(0, (places, capacity))
+            _, H, capacity, D = buffer.shape
+            grown = buffer.new_zeros(self.owner.places + 1, H, self.owner.capacity, D)
+            grown[:places, :, :capacity] = buffer[:places]
             setattr(self, name, grown)
 
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy flat slots; the gather is complete before the first write, so the two sets may overlap."""
-        self.keys.index_copy_(0, target, self.keys.index_select(0, source))
-        self.values.index_copy_(0, target, self.values.index_select(0, source))
+    def move_slots(self, places: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` to `target` [B, P] of `places` [B, 1]; all are read before any is written."""
+        self.keys[places, :, target] = self.keys[places, :, source]
+        self.values[places, :, target] = self.values[places, :, source]
 
     def get_seq_length(self) -> int:
         """The longest row's length: models ask before they see that positions are given."""
@@ -118,12 +116,10 @@ class SlotCache(Cache):
             del self.lengths[row]
             if last_row == row:
                 continue
-            last, length, capacity = len(self._row_at), self.lengths[last_row], self.capacity
+            last, length = len(self._row_at), self.lengths[last_row]
             for layer in self._filled_layers():
                 for buffer in (layer.keys, layer.values):
-                    buffer[hole * capacity : hole * capacity + length] = buffer[
-                        last * capacity : last * capacity + length
-                    ]
+                    buffer[hole, :, :length] = buffer[last, :, :length]
             self._row_at[hole], self._place_of[last_row] = last_row, hole
         if not self._row_at:  # idle: the next user may have another dtype, device or autograd mode
             self.places = self.capacity = 0
@@ -140,21 +136,20 @@ class SlotCache(Cache):
             self._resize(self.places, bucketed(max(slots, int(self.capacity * GROWTH))))
 
     def _resize(self, places: int, capacity: int) -> None:
-        old_places, old_capacity = self.places, self.capacity
-        self.places, self.capacity = places, capacity
+        before, self.places, self.capacity = self.places, places, capacity
         for layer in self._filled_layers():
-            layer.resize(old_places, old_capacity)
+            layer.resize(before)
 
     def keep_path(self, row_starts: Sequence[tuple[int, int]], path: Tensor) -> None:
         """After a tree step: move each row's accepted nodes to the slots right after its root.
 
         row_starts: (row id, slot of the root) per row of `path` [B, P] (node indices, -1 = none)."""
-        device = path.device
-        first = torch.tensor([self.place(row) * self.capacity + start + 1 for row, start in row_starts], device=device)
-        target = first[:, None] + torch.arange(path.shape[1], device=device)
-        source = torch.where(path >= 0, first[:, None] + path, target)  # a missing node copies onto itself
+        placed = torch.tensor([(self.place(row), start + 1) for row, start in row_starts], device=path.device)
+        places, first = placed[:, :1], placed[:, 1:]
+        target = first + torch.arange(path.shape[1], device=path.device)
+        source = torch.where(path >= 0, first + path, target)  # a missing node copies onto itself
         for layer in self._filled_layers():
-            layer.copy_slots(source.flatten(), target.flatten())
+            layer.move_slots(places, source, target)
 
     @property
     def nbytes(self) -> int:

@@ -42,7 +42,7 @@ class Segment:
 class Step:
     """A step on the device. Index tensors are int64; the module docstring has the example.
 
-    input_ids, position_ids: [1, M].     flat_slots: [M] where in the cache each token's keys and values go.
+    input_ids, position_ids: [1, M].     token_places, token_slots: [M] where each token's keys and values go.
     keep: [R] packed tokens to score, row after row of the draft, each root first.
     index: [B, N + 1] row of the scored logits for each node, see `Scores`.
     places, slots: n and S, the part of the cache that attention may see.
@@ -55,7 +55,8 @@ class Step:
 
     input_ids: Tensor
     position_ids: Tensor
-    flat_slots: Tensor
+    token_places: Tensor
+    token_slots: Tensor
     keep: Tensor
     index: Tensor
     places: int
@@ -95,7 +96,7 @@ class Step:
 
     def visible(self, window: int | None) -> Tensor:
         """[n', T, S] bool: may cell t of a place see slot s. `window`: at most that many positions, itself included."""
-        slot_S = torch.arange(self.slots, device=self.flat_slots.device)
+        slot_S = torch.arange(self.slots, device=self.token_slots.device)
         cell_nT = self.cell_slots.view(self.grid_places, self.width)
         if self.parents is None:  # slots are positions
             seen = slot_S <= cell_nT[..., None]
@@ -119,7 +120,7 @@ class Step:
             return None
         key = (chunk, "chunk", window, dtype)
         if key not in self._masks:
-            slot_S = torch.arange(total, device=self.flat_slots.device)
+            slot_S = torch.arange(total, device=self.token_slots.device)
             query_T1 = slot_S[start:, None]
             seen = slot_S <= query_T1 if window is None else (slot_S <= query_T1) & (slot_S > query_T1 - window)
             self._masks[key] = additive(seen, dtype)
@@ -163,7 +164,8 @@ def pack(segments: Sequence[Segment], draft: Draft, cache: SlotCache, device: to
     return Step(
         input_ids=sent["ids"][None],
         position_ids=sent["positions"][None],
-        flat_slots=sent["flat_slots"],
+        token_places=sent["token_places"],
+        token_slots=sent["token_slots"],
         keep=sent["keep"],
         index=sent["index"].view(-1, draft.tokens.shape[1] + 1),
         places=cache.places,
@@ -182,7 +184,8 @@ class _Plan:
     """The host side of `pack`: where every token goes, as lists of ints."""
 
     SENT = (
-        "ids", "positions", "flat_slots", "grid", "cell_slots", "keep", "index", "draft_at", "draft_from", "draft_root",
+        "ids", "positions", "token_places", "token_slots", "grid", "cell_slots", "keep", "index", "draft_at",
+        "draft_from", "draft_root",
     )  # fmt: skip
 
     def __init__(self, segments: Sequence[Segment], draft: Draft, cache: SlotCache, one_grid: bool):
@@ -229,11 +232,11 @@ class _Plan:
         known, total = len(segment.tokens), self._count(segment)
         first, root = len(self.ids), segment.start + known - 1
         self.first[segment.row] = first
-        flat = self.cache.place(segment.row) * self.cache.capacity + segment.start
         self.ids.extend(segment.tokens.tolist())
         self.ids.extend([0] * (total - known))  # drafted tokens are on the device: filled in there
         self.positions.extend(range(segment.start, segment.start + total))
-        self.flat_slots.extend(range(flat, flat + total))
+        self.token_places.extend([self.cache.place(segment.row)] * total)
+        self.token_slots.extend(range(segment.start, segment.start + total))
         if not segment.scored:
             return
         b = self.order[segment.row]

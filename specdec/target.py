@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -138,11 +139,12 @@ class Target:
 
     def _padded_logits(self, step: Step, cache: SlotCache) -> Tensor:
         shape = (step.grid_places, step.width)
-        trash = cache.places * cache.capacity
-        grid_step = _PaddedStep(
-            places=step.grid_places, slots=step.slots, flat_slots=step.to_grid(step.flat_slots, fill=trash)
+        cache.step = _PaddedStep(
+            places=step.grid_places,
+            slots=step.slots,
+            token_places=step.to_grid(step.token_places, fill=cache.places),  # padding goes to the cache's last place
+            token_slots=step.to_grid(step.token_slots),
         )
-        cache.step = grid_step
         out = self.model(
             input_ids=step.to_grid(step.input_ids[0]).view(shape),
             position_ids=step.to_grid(step.position_ids[0]).view(shape),
@@ -195,11 +197,14 @@ class Target:
             handle.remove()
 
 
+@dataclass(frozen=True)
 class _PaddedStep:
-    """What the cache needs to know of a padded forward."""
+    """What the cache needs to know of a padded forward, by cell of the grid."""
 
-    def __init__(self, places: int, slots: int, flat_slots: Tensor):
-        self.places, self.slots, self.flat_slots = places, slots, flat_slots
+    places: int
+    slots: int
+    token_places: Tensor
+    token_slots: Tensor
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:

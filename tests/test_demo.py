@@ -7,7 +7,7 @@ import specdec
 from drafters.draft_model import DraftModelDrafter, first_layers
 from specdec.prompts import encode, load_prompts
 
-PROMPTS, TOKENS = 8, 48
+PROMPTS, TOKENS = 8, 32
 TIE = 1e-4  # float32 logits closer than this may be ordered either way by another batch shape
 
 

@@ -106,9 +106,9 @@ def test_wrong_rollback_is_caught(monkeypatch):
         commit(self, segments, scored, draft, verdict, read)
         for b, request in enumerate(scored):  # keep one rejected token, forget one committed one
             if read.n_accepted[b] < draft.lengths[b] and not request.done:
-                flat = self.cache.place(request.row) * self.cache.capacity + self.cache.lengths[request.row] - 1
+                place, length = self.cache.place(request.row), self.cache.lengths[request.row]
                 for layer in self.cache.layers:
-                    layer.copy_slots(torch.tensor([flat + 1]), torch.tensor([flat]))
+                    layer.move_slots(*(torch.tensor([[i]]) for i in (place, length, length - 1)))
 
     monkeypatch.setattr(loop.Batch, "commit", one_too_few)
     out = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=40, drafter=RandomDrafter(outputs))
