@@ -22,7 +22,7 @@ help: ## this list
 venv: $(READY) ## the environment in .venv alone
 
 demo: $(READY) ## the main job: n-gram drafting on a 135M model at batch sizes 1, 4 and 8
-	.venv/bin/specdec eval --target demo --drafter ngram --batch-sizes 1,4,8 --limit 16 --max-new-tokens 64 \
+	.venv/bin/specdec eval --target demo --drafter ngram --batch-sizes 1,4,8 --limit 8 --max-new-tokens 64 \
 		--out "$(OUT)"
 
 test: $(READY) ## the fast tests
