@@ -28,7 +28,7 @@ def bucketed(slots: int) -> int:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, each [places + 1, H_kv, capacity, D]; the last place is where padding goes.
+    """One layer's keys and values, each [places, H_kv, capacity + 1, D]; the last slot is where padding goes.
 
     A head's slots lie side by side, since attention reads them all at every step and writes only a few."""
 
@@ -40,9 +40,9 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, never empty: a masked slot still enters 0 * V, and 0 * NaN is NaN.
-        places, capacity = self.owner.places + 1, self.owner.capacity
-        self.keys = key_states.new_zeros(places, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(places, value_states.shape[1], capacity, value_states.shape[3])
+        places, slots = self.owner.places, self.owner.capacity + 1
+        self.keys = key_states.new_zeros(places, key_states.shape[1], slots, key_states.shape[3])
+        self.values = value_states.new_zeros(places, value_states.shape[1], slots, value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -56,13 +56,13 @@ class SlotLayer(CacheLayerMixin):
         self.values[step.token_places, :, step.token_slots] = value_states.transpose(1, 2).flatten(0, 1)
         return self.keys[: step.places, :, : step.slots], self.values[: step.places, :, : step.slots]
 
-    def resize(self, places: int) -> None:
-        """Take the owner's new size, keeping what the first `places` places held."""
+    def resize(self) -> None:
+        """Take the owner's new size, keeping what the old one held."""
         for name in ("keys", "values"):
             buffer = getattr(self, name)
-            _, H, capacity, D = buffer.shape
-            grown = buffer.new_zeros(self.owner.places + 1, H, self.owner.capacity, D)
-            grown[:places, :, :capacity] = buffer[:places]
+            places, H, slots, D = buffer.shape
+            grown = buffer.new_zeros(self.owner.places, H, self.owner.capacity + 1, D)
+            grown[:places, :, : slots - 1] = buffer[:, :, : slots - 1]
             setattr(self, name, grown)
 
     def move_slots(self, places: Tensor, source: Tensor, target: Tensor) -> None:
@@ -136,9 +136,9 @@ class SlotCache(Cache):
             self._resize(self.places, bucketed(max(slots, int(self.capacity * GROWTH))))
 
     def _resize(self, places: int, capacity: int) -> None:
-        before, self.places, self.capacity = self.places, places, capacity
+        self.places, self.capacity = places, capacity
         for layer in self._filled_layers():
-            layer.resize(before)
+            layer.resize()
 
     def keep_path(self, row_starts: Sequence[tuple[int, int]], path: Tensor) -> None:
         """After a tree step: move each row's accepted nodes to the slots right after its root.

@@ -142,8 +142,8 @@ class Target:
         cache.step = _PaddedStep(
             places=step.grid_places,
             slots=step.slots,
-            token_places=step.to_grid(step.token_places, fill=cache.places),  # padding goes to the cache's last place
-            token_slots=step.to_grid(step.token_slots),
+            token_places=step.to_grid(step.token_places),
+            token_slots=step.to_grid(step.token_slots, fill=cache.capacity),  # padding goes to the cache's last slot
         )
         out = self.model(
             input_ids=step.to_grid(step.input_ids[0]).view(shape),

@@ -47,11 +47,11 @@ def summary(tmp_path) -> dict:
 
 
 def test_writes_everything(tmp_path, evaluate):
-    result = evaluate("--drafter", "ngram", "--drafter", "ngram:max_n=3,length=2")
+    result = evaluate("--drafter", "ngram:min_n=1", "--drafter", "ngram:min_n=1,length=2")
     assert result.exit_code == 0, result.output
     found = summary(tmp_path)
     assert [(row["batch_size"], row["method"]) for row in found["rows"]] == [
-        (size, method) for size in (1, 2) for method in ("hf", "plain", "ngram", "ngram:max_n=3,length=2")
+        (size, method) for size in (1, 2) for method in ("hf", "plain", "ngram:min_n=1", "ngram:min_n=1,length=2")
     ]
     assert all(row.keys() >= KEYS for row in found["rows"])
     assert all(row["tokens"] == 50 and row["requests"] == 5 for row in found["rows"])
@@ -60,10 +60,10 @@ def test_writes_everything(tmp_path, evaluate):
     assert found["plain_across_batch_sizes"][0]["different"] == 0
     ngram = found["rows"][2]
     assert ngram["mean_accepted_length"] > 1 and ngram["target_forwards"] < found["rows"][1]["target_forwards"]
-    lengths = {n for r in results(tmp_path) if r.method == "ngram:max_n=3,length=2" for n in r.drafted}
+    lengths = {n for r in results(tmp_path) if r.method == "ngram:min_n=1,length=2" for n in r.drafted}
     assert max(lengths) == 2  # its own length, not the run's
     assert len(results(tmp_path)) == 2 * 4 * 5
-    assert "ngram:max_n=3,length=2" in result.stdout and "vs plain" in result.stdout
+    assert "ngram:min_n=1,length=2" in result.stdout and "vs plain" in result.stdout
     assert "# Evaluation" in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -47,7 +47,7 @@ def test_a_run_of_known_size():
     )
     for found in plain, ngram:
         per_token = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads of 8, 4 bytes
-        assert found.cache / per_token in (3 * 192 + 1, 3 * 256 + 1)  # buckets of 64 that hold about 200 tokens
+        assert found.cache / per_token in (3 * (192 + 1), 3 * (256 + 1))  # buckets of 64 that hold about 200 tokens
         assert found.weights == weight_bytes(model)
     logits = 3 * 9_000 * 4  # nearly all that a decode step holds, in every row once, and 6 times with a full draft
     assert logits < plain.decode < 1.5 * logits
