@@ -85,12 +85,16 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._known.update(_storages((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        self.count(result)
+        return result
+
+    def count(self, tree: Any) -> None:
+        """Count the tensors in `tree` from now on until they are freed."""
+        for storage in _storages(tree):
             if storage not in self._known:
                 self._known.add(storage)
                 self._change(storage.nbytes())
                 weakref.finalize(storage, self._change, -storage.nbytes())
-        return result
 
     def _change(self, count: int) -> None:
         self.live += count
@@ -139,8 +143,8 @@ def _batch(model: PreTrainedModel, drafter: Drafter | None, draft_length: int, b
 
 
 def _beside_cache(batch: Batch) -> int:
-    """Peak of one step without what the cache grew by in it."""
-    before = batch.cache.nbytes
+    """Peak of one step beside the cache. Where the cache grows in it, a layer's old buffer counts until it is freed."""
     with PeakBytes() as used:
+        used.count([buffer for layer in batch.cache.layers for buffer in (layer.keys, layer.values)])
         batch.step()
-    return used.peak - (batch.cache.nbytes - before)
+    return used.peak - batch.cache.nbytes
