@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,83 +13,179 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-import specdec
-from eval.divergence import divergences
-from eval.environment import environment
-from eval.folder import Folder
+from eval.conversations import ANSWERS, all_turns, first_turns
+from eval.divergence import Margins, divergences
+from eval.environment import environment, weights_digest
+from eval.folder import Folder, Result
+from eval.grid import Speculation, methods_at, speculations
 from eval.memory import measure
-from eval.methods import EncodedPrompt, Method, Request, engine_method, hf_method
-from eval.report import markdown, memory_line, phases_line, terminal_table
-from eval.runner import Job, Record, execute, job_key, schedule
+from eval.methods import EncodedPrompt
+from eval.processes import Processes
+from eval.publish import publish, show
+from eval.runner import Failure, Job, Record, execute, schedule
+from eval.runs import CONTROL, sound
 from eval.settings import Settings
-from eval.summary import CONTROL, plain_across_batch_sizes, rows
-from specdec.contracts import Drafter
-from specdec.drafter_spec import DrafterSpec, build_drafter
+from eval.sources import load_sources
+from eval.trace import trace
+from specdec.drafter_spec import DrafterSpec
 from specdec.models import LoadedModel, load_target
-from specdec.prompts import encode, load_prompts
+from specdec.prompts import Prompt
 
+FAILED = 1  # exit status of a run in which a row failed
 INTERRUPTED = 130  # exit status of a process that Ctrl-C ended
 
 
-def run(*, out: Path, resume: bool = False, as_json: bool = False, memory: int | None = None, **settings: Any) -> None:
+def run(
+    *,
+    out: Path,
+    resume: bool = False,
+    as_json: bool = False,
+    memory: int | None = None,
+    traces: int = 0,
+    to_wandb: bool = False,
+    **settings: Any,
+) -> None:
     """Evaluate as `settings` (fields of `Settings`) say and write everything to the folder `out`.
 
     memory: tokens of context to measure tensor bytes at, for the largest batch size; None leaves that out.
-    Raises ValueError, FileNotFoundError or FileExistsError, in one sentence, before anything is written."""
+    traces: the first so many prompts, whose steps the report shows.
+    Raises ValueError, FileNotFoundError or FileExistsError, in one sentence, before anything is written; a full disk
+    raises ValueError too."""
     chosen = Settings(**settings)
-    specs = [DrafterSpec.parse(text) for text in chosen.drafters]
-    sources = load_prompts(chosen.prompts, chosen.limit, chosen.skip_bad)
+    for text in chosen.drafters:
+        DrafterSpec.parse(text)
+    sources = load_sources(chosen.prompts, chosen.column, chosen.split, chosen.limit, chosen.skip_bad)
     config = chosen.config(hashlib.sha256(repr(sources).encode()).hexdigest())
-    folder = Folder(out)
+    processes = Processes.here(chosen.device)
+    folder = Folder(out, processes.share)
     folder.check(config, resume)
-    loaded = load_target(chosen.target, chosen.dtype, chosen.device)
-    print(f"target: {loaded.description}", file=sys.stderr)
-    prompts = [
-        EncodedPrompt(number, source.id, source.category, tokens)
-        for number, (source, tokens) in enumerate(
-            zip(sources, encode(sources, loaded.tokenizer, chosen.raw), strict=True)
-        )
-    ]
-    check_prompts(prompts, chosen.max_new_tokens, loaded.model)
-    drafters = [(spec, build_drafter(spec, loaded)) for spec in specs]
-    methods = build_methods(loaded.model, drafters, chosen)
-    measured = measure_memory(loaded.model, drafters, chosen, memory) if memory is not None else []
-    records = folder.start(config)
-    complete = evaluate(prompts, methods, chosen, folder, records)
-    summary = summarise(records, prompts, [method.name for method in methods], chosen, loaded, complete)
-    summary["memory"] = measured
-    folder.write_summary(summary, markdown(summary))
+    processes.wait()  # before the first one writes anything that another would take for an earlier run's
+    evaluation = Evaluation(chosen, sources, folder, processes, memory, traces)
+    complete = evaluation.run(config)
+    if not processes.is_first:
+        return
+    summary = publish(folder, complete, to_wandb)
     show(summary, as_json)
     if not complete:
         print(f"specdec: interrupted; {out} keeps what was finished, --resume continues it", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    if failed := sum(row["error"] is not None for row in summary["rows"]):
+        print(f"specdec: {failed} row(s) failed; {out / 'report.md'} has their tracebacks", file=sys.stderr)
+        sys.exit(FAILED)
 
 
-def build_methods(
-    model: PreTrainedModel, drafters: Sequence[tuple[DrafterSpec, Drafter]], settings: Settings
-) -> list[Method]:
-    """HF `generate`, plain decoding with our engine, and each drafter."""
-    request = Request.of(model, settings.sampling, settings.seed)
+class Evaluation:
+    """A run: dtype by dtype, since one model is in memory at a time, and temperature by temperature."""
 
-    def ours(name: str, drafter: Drafter | None, draft_length: int) -> Method:
-        return engine_method(name, model, request, drafter, draft_length, settings.verifier, specdec.generate)
+    def __init__(
+        self,
+        settings: Settings,
+        sources: Sequence[Prompt],
+        folder: Folder,
+        processes: Processes,
+        memory: int | None,
+        traces: int,
+    ) -> None:
+        self.settings, self.sources, self.folder, self.processes = settings, sources, folder, processes
+        self.memory, self.traces = memory, traces
+        self.prompts: list[EncodedPrompt] = []
+        self.results: list[Result] = []
+        self.measured: dict[str, list[Any]] = {"divergences": [], "memory": [], "traces": []}
 
-    drafted = [ours(spec.text, drafter, settings.length_of(spec)) for spec, drafter in drafters]
-    return [hf_method(model, request), ours(CONTROL, None, 0), *drafted]
+    def run(self, config: dict[str, Any]) -> bool:
+        """Everything but the report; False where Ctrl-C ended it early, after the prompts were ready."""
+        try:
+            for dtype in self.settings.dtypes:
+                self._run_dtype(dtype, config)
+        except KeyboardInterrupt:
+            if not self.prompts:
+                raise
+            self._finish({"memory": self.measured["memory"]})
+            return False
+        self._finish(self.measured)
+        return True
+
+    def _run_dtype(self, dtype: str, config: dict[str, Any]) -> None:
+        """The part of the grid that has this dtype, and all else that needs its model."""
+        loaded = load_target(self.settings.target, dtype, self.processes.device)
+        print(f"target: {loaded.description}", file=sys.stderr)
+        drafted = speculations(loaded, self.settings)
+        if not self.prompts:
+            check_prompts(first_turns(self.sources, loaded, self.settings.raw), self.settings, loaded.model)
+            self.measured["memory"] = self._memory(loaded, drafted)
+            self._start(config, loaded)
+        for temperature in self.settings.temperatures:
+            methods = methods_at(temperature, loaded, drafted, self.settings)
+            jobs = list(schedule(self.prompts, methods, self.settings.batch_sizes, self.settings.repeats))
+            self._execute(self.processes.of(jobs))
+        self.processes.wait()
+        if self.processes.is_first:
+            self._examine(loaded, drafted)
+
+    def _start(self, config: dict[str, Any], loaded: LoadedModel) -> None:
+        """The first process readies the folder and the turns' answers; then all hold the same prompts and results."""
+        if self.processes.is_first:
+            if not self.folder.start(config):
+                (self.folder.path / ANSWERS).unlink(missing_ok=True)  # of a run that never came to a result
+            dtype = str(loaded.model.dtype).removeprefix("torch.")
+            described = environment(loaded.description, dtype, loaded.model.device)
+            described |= {"weights": weights_digest(loaded.model), "processes": self.processes.count}
+            self.folder.write_json("environment.json", described)
+            if later := sum(len(source.later_turns) for source in self.sources):
+                print(f"answering {later} earlier turn(s), once for every method", file=sys.stderr)
+            all_turns(self.sources, loaded, self.settings, self.folder)
+        self.processes.wait()
+        self.results = self.folder.read()
+        prompts = all_turns(self.sources, loaded, self.settings, self.folder)
+        check_prompts(prompts, self.settings, loaded.model)
+        self.prompts = prompts
+
+    def _execute(self, jobs: Sequence[Job]) -> None:
+        """Run what the results do not hold yet, adding to them and to the folder."""
+        done = {result.job for result in self.results if isinstance(result, Record)}
+        failed = {result.row for result in self.results if isinstance(result, Failure)}
+        left = [job for job in jobs if job.key not in done]
+        with _progress() as progress:
+            task = progress.add_task("requests", total=_requests(jobs), completed=_requests(jobs) - _requests(left))
+
+            def write(finished: Sequence[Result]) -> None:
+                self.folder.append(finished)
+                self.results.extend(finished)
+                last = finished[0]
+                progress.update(task, advance=len(finished), description=f"{last.method}, B={last.batch_size}")
+
+            execute(left, self.settings.max_new_tokens, write, failed)
+
+    def _examine(self, loaded: LoadedModel, drafted: Sequence[Speculation]) -> None:
+        """Where all processes' outputs part from plain decoding's, and the steps of the traced requests."""
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        ours = [record for record in sound(self.folder.read()) if record.dtype == dtype]
+        encoded = {prompt.id: prompt.tokens for prompt in self.prompts}
+        found = divergences(ours, Margins(loaded.model, encoded))
+        self.measured["divergences"] += [asdict(divergence) | {"tie": divergence.tie} for divergence in found]
+        for temperature in self.settings.temperatures:
+            chosen = self.prompts[: self.traces]
+            self.measured["traces"] += trace(temperature, loaded, drafted, chosen, self.settings)
+
+    def _memory(self, loaded: LoadedModel, drafted: Sequence[Speculation]) -> list[dict[str, Any]]:
+        """Tensor bytes of plain decoding and of each drafter at the largest batch size."""
+        if self.memory is None or not self.processes.is_first:
+            return []
+        rows = max(self.settings.batch_sizes)
+        found = [measure(CONTROL, loaded.model, None, 0, rows, self.memory)]
+        for one in drafted:
+            found.append(measure(one.text, loaded.model, one.drafter, one.length, rows, self.memory))
+        return [asdict(memory) | {"share": memory.share} for memory in found]
+
+    def _finish(self, measured: dict[str, list[Any]]) -> None:
+        """Results of all processes in one file, and what was measured beside them, for the report."""
+        if self.processes.is_first:
+            self.folder.merge()
+            for name, content in measured.items():
+                self.folder.write_json(f"{name}.json", content)
 
 
-def measure_memory(
-    model: PreTrainedModel, drafters: Sequence[tuple[DrafterSpec, Drafter]], settings: Settings, context: int
-) -> list[dict[str, Any]]:
-    """Tensor bytes of plain decoding and of each drafter at the largest batch size."""
-    rows = max(settings.batch_sizes)
-    found = [measure(CONTROL, model, None, 0, rows, context)]
-    for spec, drafter in drafters:
-        found.append(measure(spec.text, model, drafter, settings.length_of(spec), rows, context))
-    return [asdict(memory) | {"share": memory.share} for memory in found]
-
-
-def check_prompts(prompts: Sequence[EncodedPrompt], max_new_tokens: int, model: PreTrainedModel) -> None:
+def check_prompts(prompts: Sequence[EncodedPrompt], settings: Settings, model: PreTrainedModel) -> None:
     """Refuse, before hours of work, what would end them: repeated ids and prompts that leave no room to generate.
 
     Raises ValueError that names the prompt."""
@@ -100,82 +195,11 @@ def check_prompts(prompts: Sequence[EncodedPrompt], max_new_tokens: int, model: 
         if prompt.id in ids:
             raise ValueError(f"two prompts have the id {prompt.id!r}: give each its own")
         ids.add(prompt.id)
-        if positions is not None and len(prompt.tokens) + max_new_tokens > positions:
+        if positions is not None and len(prompt.tokens) + settings.max_new_tokens > positions:
             raise ValueError(
-                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which with {max_new_tokens} new ones is more "
-                f"than the model's {positions} positions: shorten it, drop it or lower --max-new-tokens"
+                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which with {settings.max_new_tokens} new ones "
+                f"is more than the model's {positions} positions: shorten it, drop it or lower --max-new-tokens"
             )
-
-
-def evaluate(
-    prompts: Sequence[EncodedPrompt],
-    methods: Sequence[Method],
-    settings: Settings,
-    folder: Folder,
-    records: list[Record],
-) -> bool:
-    """Run what `records` does not hold yet, adding to it and to the folder; False where Ctrl-C ended it early."""
-    done = {job_key(record.method, record.batch_size, record.batch, record.repeat) for record in records}
-    jobs = list(schedule(prompts, methods, settings.batch_sizes, settings.repeats))
-    left = [job for job in jobs if job.key not in done]
-    with _progress() as progress:
-        task = progress.add_task("requests", total=_requests(jobs), completed=_requests(jobs) - _requests(left))
-
-        def write(finished: list[Record]) -> None:
-            folder.append(finished)
-            records.extend(finished)
-            progress.update(
-                task, advance=len(finished), description=f"{finished[0].method}, B={finished[0].batch_size}"
-            )
-
-        try:
-            execute(left, settings.max_new_tokens, write)
-        except KeyboardInterrupt:
-            return False
-    return True
-
-
-def summarise(
-    records: Sequence[Record],
-    prompts: Sequence[EncodedPrompt],
-    methods: Sequence[str],
-    settings: Settings,
-    loaded: LoadedModel,
-    complete: bool,
-) -> dict[str, Any]:
-    """summary.json's content, but for the memory.
-
-    The target's margins at divergences cost a forward each: they are measured for greedy runs that were not cut short.
-    """
-    greedy = not settings.sampling["do_sample"]
-    compared = set(methods) - {CONTROL}
-    if not greedy:  # HF samples with other random numbers, and every rule but the coupled one does by design
-        compared = compared - {"hf"} if settings.verifier == "coupled" else set()
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
-    encoded = {prompt.id: prompt.tokens for prompt in prompts}
-    model = loaded.model if complete and greedy else None
-    found = divergences([r for r in records if r.method in {*compared, CONTROL}], encoded, model)
-    return {
-        "rows": rows(records, methods, settings.temperature, dtype, compared),
-        "complete": complete,
-        "plain_across_batch_sizes": plain_across_batch_sizes(records) if compared else [],
-        "divergences": [asdict(divergence) | {"tie": divergence.tie} for divergence in found],
-        "environment": environment(loaded.description, dtype, loaded.model.device),
-    }
-
-
-def show(summary: dict[str, Any], as_json: bool) -> None:
-    """On standard output the rows as JSON, or the table and below it where decode steps spend their time and memory."""
-    if as_json:
-        print(json.dumps(summary["rows"], indent=2))
-        return
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(terminal_table(summary["rows"]))
-    for row in summary["rows"]:
-        if row["phase_shares"]:
-            console.print(f"decode time of {phases_line(row)}")
-    for memory in summary["memory"]:
-        console.print(f"memory of {memory_line(memory)}")
 
 
 def _requests(jobs: Sequence[Job]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.runner import Record
-from eval.summary import CONTROL, grouped, paired
+from eval.runs import compared_methods, conditions, control_of, grouped, paired
 
 TIE = 1e-4  # logits closer than this in float32 may be ordered either way by a sum taken in another order
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One request that differs from plain decoding at the same batch size.
+    """One request that differs from plain decoding at the same dtype, temperature and batch size.
 
     position: index of the first output token that differs.
     token, control_token: the two there; None where that output had ended already.
@@ -26,6 +26,8 @@ class Divergence:
     gap:      logit of the most probable token minus that of the less probable of the two; None as above.
     """
 
+    dtype: str
+    temperature: float
     method: str
     batch_size: int
     id: str
@@ -47,41 +49,52 @@ def first_difference(tokens: list[int], control: list[int]) -> int | None:
     return next((place for place, (token, other) in enumerate(pairs) if token != other), None)
 
 
-def divergences(
-    records: Iterable[Record], prompts: dict[str, list[int]], model: PreTrainedModel | None
-) -> list[Divergence]:
-    """The first divergence of every request that has one; margins are left out where `model` is None.
+def divergences(records: Iterable[Record], margins: Margins | None) -> list[Divergence]:
+    """The first divergence of every request that has one, of the methods whose outputs should equal plain decoding's.
 
-    prompts: encoded prompt tokens by request id."""
+    margins: of the records' one dtype, asked for greedy requests at the cost of a forward per place; None leaves them
+    out, and then the records may be of several dtypes."""
     found = []
-    margins = _Margins(model) if model is not None else None
+    for (dtype, temperature), kept in conditions(records).items():
+        for method, size, record, control in _comparisons(kept):
+            place = first_difference(record.tokens, control.tokens)
+            if place is None:
+                continue
+            ours, theirs = _token(record.tokens, place), _token(control.tokens, place)
+            measured = (None, None)
+            if margins is not None and temperature == 0:
+                measured = margins.after(record.id, control.tokens[:place], ours, theirs)
+            found.append(Divergence(dtype, temperature, method, size, record.id, place, ours, theirs, *measured))
+    return found
+
+
+def _comparisons(records: list[Record]) -> Iterator[tuple[str, int, Record, Record]]:
+    """Method, batch size, record and control of each request that should be the same, of one dtype and temperature."""
+    compared = compared_methods(records)
     for size, methods in grouped(records).items():
         for method, runs in methods.items():
-            for record, control in paired(runs, methods.get(CONTROL, {})):
-                place = first_difference(record.tokens, control.tokens)
-                if place is None:
-                    continue
-                ours, theirs = _token(record.tokens, place), _token(control.tokens, place)
-                prefix = (*prompts[record.id], *control.tokens[:place])
-                measured = margins.at(prefix, ours, theirs) if margins else (None, None)
-                found.append(Divergence(method, size, record.id, place, ours, theirs, *measured))
-    return found
+            if method in compared:
+                for record, control in paired(runs, control_of(method, methods)):
+                    yield method, size, record, control
 
 
 def _token(tokens: list[int], place: int) -> int | None:
     return tokens[place] if place < len(tokens) else None
 
 
-class _Margins:
-    """Teacher-forced logits of divergent prefixes; methods often diverge at the same one."""
+class Margins:
+    """Teacher-forced logits of divergent prefixes; methods often diverge at the same one.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    prompts: encoded prompt tokens by request id."""
+
+    def __init__(self, model: PreTrainedModel, prompts: dict[str, list[int]]) -> None:
+        self._model, self._prompts = model, prompts
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def at(self, prefix: tuple[int, ...], *tokens: int | None) -> tuple[float, float | None]:
-        """Top-2 margin after `prefix`, and how far the least probable of `tokens` is below the top."""
-        logits = self._after(prefix)
+    def after(self, id: str, output: list[int], *tokens: int | None) -> tuple[float, float | None]:
+        """Top-2 margin after a request's prompt and `output`, and how far the least probable of `tokens` is below the
+        top; None for that where one of them is None."""
+        logits = self._after((*self._prompts[id], *output))
         first, second = logits.topk(2).values.tolist()
         below = None if None in tokens else first - logits[list(tokens)].min().item()
         return first - second, below

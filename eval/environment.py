@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shlex
 import sys
@@ -9,8 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 PACKAGES = ("specdec", "torch", "transformers", "numpy")
+SAMPLES = 1024  # values per parameter that its digest is made of
 
 
 def environment(target: str, dtype: str, device: torch.device) -> dict[str, str | int]:
@@ -25,6 +28,16 @@ def environment(target: str, dtype: str, device: torch.device) -> dict[str, str 
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
     }
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """16 hex digits that tell one set of weights from another: of a stride through every parameter, in float32."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        sample = values[:: 1 + len(values) // SAMPLES].float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _version(package: str) -> str:

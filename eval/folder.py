@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.runner import Record, job_key
+from eval.runner import Failure, Record
+
+Result = Record | Failure
 
 
 class Folder:
-    """`config.json`, `results.jsonl`, `summary.json` and `report.md` under `path`."""
+    """`config.json`, `environment.json`, `results.jsonl` and, at the end, the summary and the reports under `path`.
 
-    def __init__(self, path: Path) -> None:
+    share: this process's number where several work on the run. Each then writes a results file of its own, which
+    `merge` puts together; None for a process alone.
+    """
+
+    def __init__(self, path: Path, share: int | None = None) -> None:
         self.path = path
         self.results = path / "results.jsonl"
+        self._mine = self.results if share is None else path / f"results-{share}.jsonl"
         self._config = path / "config.json"
 
     def check(self, config: dict[str, Any], resume: bool) -> None:
@@ -35,12 +43,7 @@ class Folder:
                 f"{self.path} holds another run's results: choose another folder with --out, or continue that run "
                 f"with --resume"
             )
-        try:
-            before = json.loads(self._config.read_text())
-        except (OSError, json.JSONDecodeError):
-            raise ValueError(
-                f"{self._config} is missing or damaged, so the run cannot be continued: give another --out"
-            ) from None
+        before = self.read_json("config.json")
         for key in sorted(before.keys() | config.keys()):
             if before.get(key) != config.get(key):
                 raise ValueError(
@@ -48,54 +51,105 @@ class Folder:
                     f"settings to --resume it, or another --out"
                 )
 
-    def start(self, config: dict[str, Any]) -> list[Record]:
-        """Make the folder ready and return the finished records that it holds."""
+    def start(self, config: dict[str, Any]) -> list[Result]:
+        """Make the folder ready and return what it holds of finished jobs. For one process of several."""
         if self._holds_results():
-            return self._finished()
+            return self.merge()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be made a folder ({error.strerror}): give another --out") from None
-        self._config.write_text(json.dumps(config, indent=2) + "\n")
+        self.write_json("config.json", config)
         return []
 
-    def append(self, records: list[Record]) -> None:
-        """Add one finished job's records at once, so that a kill leaves whole jobs but for the last one's tail."""
-        with self.results.open("a") as file:
-            file.write(_lines(records))
+    def append(self, results: Sequence[Result]) -> None:
+        """Add what one job gave at once, so that a kill leaves whole jobs but for the last one's tail."""
+        with _space_for(self._mine), self._mine.open("a") as file:
+            file.write(_lines(results))
 
-    def write_summary(self, summary: dict[str, Any], report: str) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        (self.path / "report.md").write_text(report)
+    def read(self) -> list[Result]:
+        """All results of finished jobs, those of every process, leaving the files as they are."""
+        return _finished([result for path in self._files() for result in _read(path)])
 
-    def _holds_results(self) -> bool:
-        return self.results.exists() and self.results.stat().st_size > 0
-
-    def _finished(self) -> list[Record]:
-        """Records of jobs with all their rows; what a kill left of an unfinished one is dropped from the file."""
-        lines = self.results.read_text().splitlines(keepends=True)
-        if not lines[-1].endswith("\n"):
-            lines.pop()
-        records = [self._record(number, line) for number, line in enumerate(lines, 1)]
-        found = Counter(map(_job_of, records))
-        finished = [record for record in records if found[_job_of(record)] == record.rows]
+    def merge(self) -> list[Result]:
+        """What `read` gives, which `results.jsonl` alone holds from now on: what a kill left of a job is dropped."""
+        finished = self.read()
         kept = self.results.with_suffix(".kept")
-        kept.write_text(_lines(finished))
-        kept.replace(self.results)  # at once: a kill here loses nothing
+        with _space_for(kept):
+            kept.write_text(_lines(finished))
+        kept.replace(self.results)  # at once: a kill here loses nothing, and what it leaves twice is read once
+        for file in self._files():
+            if file != self.results:
+                file.unlink()
         return finished
 
-    def _record(self, number: int, line: str) -> Record:
+    def write_text(self, name: str, text: str) -> None:
+        with _space_for(self.path / name):
+            (self.path / name).write_text(text)
+
+    def write_json(self, name: str, content: Any) -> None:
+        self.write_text(name, json.dumps(content, indent=2) + "\n")
+
+    def read_json(self, name: str, default: Any = None) -> Any:
+        """The content of one of the folder's JSON files; `default`, if one is given, where there is no such file.
+
+        Raises ValueError for a damaged file, and for a missing one without a default."""
+        path = self.path / name
+        if default is not None and not path.exists():
+            return default
         try:
-            return Record(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
+            return json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError):
             raise ValueError(
-                f"{self.results}, line {number}, is not a result: remove the line to continue the run without it"
+                f"{path} is missing or damaged, so the run in {self.path} cannot be continued or reported: give "
+                f"another folder"
             ) from None
 
+    def _holds_results(self) -> bool:
+        return any(file.stat().st_size > 0 for file in self._files())
 
-def _lines(records: list[Record]) -> str:
-    return "".join(json.dumps(asdict(record)) + "\n" for record in records)
+    def _files(self) -> list[Path]:
+        """Those results files that are there."""
+        return [file for file in (self.results, *sorted(self.path.glob("results-*.jsonl"))) if file.exists()]
 
 
-def _job_of(record: Record) -> tuple[str, int, int, int]:
-    return job_key(record.method, record.batch_size, record.batch, record.repeat)
+def _read(path: Path) -> list[Result]:
+    """A results file's lines; a last line without its end, which a kill leaves, is left out."""
+    lines = path.read_text().split("\n")[:-1]
+    return [_result(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _finished(results: Sequence[Result]) -> list[Result]:
+    """Failures, and records of jobs with all their rows, each once."""
+    once = {(result.job, result.id) if isinstance(result, Record) else result.row: result for result in results}
+    rows: dict[Any, int] = {}
+    for result in once.values():
+        if isinstance(result, Record):
+            rows[result.job] = rows.get(result.job, 0) + 1
+    return [result for result in once.values() if isinstance(result, Failure) or rows[result.job] == result.rows]
+
+
+def _result(path: Path, number: int, line: str) -> Result:
+    try:
+        fields = json.loads(line)
+        return Failure(**fields) if "traceback" in fields else Record(**fields)
+    except (json.JSONDecodeError, TypeError):
+        raise ValueError(
+            f"{path}, line {number}, is not a result: remove the line to continue the run without it"
+        ) from None
+
+
+def _lines(results: Sequence[Result]) -> str:
+    return "".join(json.dumps(asdict(result)) + "\n" for result in results)
+
+
+@contextmanager
+def _space_for(path: Path) -> Iterator[None]:
+    """A disk that is full, or gone, in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): make room and continue with --resume; what was finished is "
+            f"kept"
+        ) from None

@@ -1,4 +1,4 @@
-"""The ways of generating that an evaluation compares: HF `generate`, plain decoding with our engine, each drafter."""
+"""The ways of generating that an evaluation compares. Here: plain decoding with our engine, and each drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.contracts import Drafter
+from eval.audit import audited
+from specdec.contracts import Drafter, Verifier
 from specdec.stats import Stats
 
 
@@ -35,55 +36,54 @@ class Request:
         pad = model.generation_config.pad_token_id
         return Request(sampling, seed, frozenset(stops), (stops or [0])[0] if pad is None else pad)
 
+    @property
+    def temperature(self) -> float:
+        """0 for greedy decoding."""
+        return self.sampling.get("temperature", 1.0) if self.sampling["do_sample"] else 0.0
+
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """One encoded request. `number` names its random stream, whatever batch it is in."""
+    """One encoded request. `number` names its random stream, whatever batch it is in; `conversation` is the id that the
+    turns of one chat share, None for a chat of a single turn."""
 
     number: int
     id: str
     category: str
     tokens: list[int]
+    conversation: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """tokens: per row, after the prompt; seconds: the whole call; stats: None where HF generated."""
+    """tokens: per row, after the prompt; seconds: the whole call; stats: None where HF generated.
+
+    prefill_seconds: from the call until every row has its first token; prefill_tokens: how many all rows had by then.
+    trees: whether a draft was a tree, whose acceptance probabilities are not listed by depth.
+    """
 
     tokens: list[list[int]]
     seconds: float
+    prefill_seconds: float
+    prefill_tokens: int
     target_forwards: int
     stats: Stats | None
+    trees: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """`generate(prompts, max_new_tokens)` runs one batch. `drafter` is its name on the command line, if any."""
+    """`generate(prompts, max_new_tokens)` runs one batch of at most `largest_batch` prompts (None: any number).
+
+    drafter: its name on the command line, if any.   draft_length: None where HF generates."""
 
     name: str
     drafter: str | None
+    temperature: float
+    dtype: str
+    draft_length: int | None
     generate: Callable[[list[EncodedPrompt], int], Outcome]
-
-
-def hf_method(model: PreTrainedModel, request: Request) -> Method:
-    """HF `generate` as it is, seeded anew for each batch."""
-
-    def generate(prompts: list[EncodedPrompt], max_new_tokens: int) -> Outcome:
-        input_ids, mask = left_padded([prompt.tokens for prompt in prompts], request.pad, model.device)
-        torch.manual_seed(request.seed)
-        started = time.perf_counter()
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=request.pad,
-            **request.sampling,
-        ).cpu()  # waits for the device
-        seconds = time.perf_counter() - started
-        columns = output.shape[1] - input_ids.shape[1]  # one forward each
-        return Outcome(_outputs(output, input_ids, request.stops), seconds, columns, None)
-
-    return Method("hf", None, generate)
+    largest_batch: int | None = None
 
 
 def engine_method(
@@ -92,33 +92,55 @@ def engine_method(
     request: Request,
     drafter: Drafter | None,
     draft_length: int,
-    verifier: str,
+    verifier: str | Verifier,
     engine: Callable[..., tuple[Tensor, Stats]],
 ) -> Method:
     """`engine` (specdec.generate) with `drafter`, or plain for None."""
 
     def generate(prompts: list[EncodedPrompt], max_new_tokens: int) -> Outcome:
         input_ids, mask = left_padded([prompt.tokens for prompt in prompts], request.pad, model.device)
-        started = time.perf_counter()
-        output, stats = engine(
-            model,
-            input_ids,
-            attention_mask=mask,
-            drafter=drafter,
-            draft_length=draft_length,
-            verifier=verifier,
-            seed=request.seed,
-            request_ids=[prompt.number for prompt in prompts],
-            return_stats=True,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=request.pad,
-            **request.sampling,
-        )
-        output = output.cpu()
-        seconds = time.perf_counter() - started
-        return Outcome(_outputs(output, input_ids, request.stops), seconds, stats.forwards, stats)
+        first = FirstTokens(len(prompts))
+        with audited(drafter, [prompt.id for prompt in prompts]) as watched:
+            output, stats = engine(
+                model,
+                input_ids,
+                attention_mask=mask,
+                drafter=watched,
+                draft_length=draft_length,
+                verifier=verifier,
+                seed=request.seed,
+                request_ids=[prompt.number for prompt in prompts],
+                return_stats=True,
+                on_commit=first.on_commit,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=request.pad,
+                **request.sampling,
+            )
+            output = output.cpu()
+            seconds = time.perf_counter() - first.started
+        tokens = outputs(output, input_ids, request.stops)
+        trees = watched is not None and watched.trees
+        return Outcome(tokens, seconds, first.seconds, first.tokens, stats.forwards, stats, trees)
 
-    return Method(name, None if drafter is None else name, generate)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Method(name, None if drafter is None else name, request.temperature, dtype, draft_length, generate)
+
+
+class FirstTokens:
+    """When every one of B rows has its first token, counted from when this was made, and how many tokens all had then.
+
+    on_commit: the engine's callback."""
+
+    def __init__(self, B: int) -> None:
+        self.started = time.perf_counter()
+        self.seconds, self.tokens = 0.0, 0
+        self._waiting = set(range(B))
+
+    def on_commit(self, row: int, tokens: list[int], n_drafted: int) -> None:
+        if self._waiting:
+            self._waiting.discard(row)
+            self.tokens += len(tokens)
+            self.seconds = time.perf_counter() - self.started
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -129,7 +151,8 @@ def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[
     return torch.tensor(input_ids, device=device), torch.tensor(mask, device=device)
 
 
-def _outputs(output: Tensor, input_ids: Tensor, stops: frozenset[int]) -> list[list[int]]:
+def outputs(output: Tensor, input_ids: Tensor, stops: frozenset[int]) -> list[list[int]]:
+    """What follows the prompts in `output`, each row up to and including its first stop."""
     return [through_stop(row, stops) for row in output[:, input_ids.shape[1] :].tolist()]
 
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from eval.methods import EncodedPrompt, Method, Outcome
 
 WARM_UP_TOKENS = 8
+PROBABILITY_PLACES = 6  # to which results.jsonl holds acceptance probabilities
+
+RowKey = tuple[str, float, str, int]  # dtype, temperature, method, batch size: a row of the report's table
+JobKey = tuple[str, float, str, int, int, int]  # and the batch and repeat
 
 
 @dataclass(frozen=True)
 class Record:
     """One request under one method: a line of results.jsonl. What starts with `batch_` describes the whole batch.
 
+    conversation: the id that the turns of one chat share.
+    draft_length: most drafted tokens per step; None where HF generated.
     rows: rows of the batch, fewer than `batch_size` where the prompts ran out.
     drafted, accepted: one entry per decode step of this request; None where HF generated.
+    accept_prob: per decode step, that of each reached position, see `specdec.stats.RowStats`; None for trees too.
+    batch_prefill_seconds: from the call until every row has its first token; batch_prefill_tokens were emitted by then.
     batch_phases: seconds of the decode steps by phase and of "prefill", see `specdec.stats.Stats`.
     """
 
     id: str
+    conversation: str
     category: str
     method: str
     drafter: str | None
     verifier: str | None
     lossless: bool
+    temperature: float
+    dtype: str
+    draft_length: int | None
     batch_size: int
     batch: int
     repeat: int
@@ -32,13 +45,43 @@ class Record:
     tokens: list[int]
     drafted: list[int] | None
     accepted: list[int] | None
+    accept_prob: list[list[float | None]] | None
     rows: int
     batch_seconds: float
+    batch_prefill_seconds: float
+    batch_prefill_tokens: int
     batch_phases: dict[str, float] | None
     batch_forwards: int
     batch_decode_forwards: int | None
     batch_packed_tokens: int | None
     batch_syncs: int | None
+
+    @property
+    def row(self) -> RowKey:
+        return self.dtype, self.temperature, self.method, self.batch_size
+
+    @property
+    def job(self) -> JobKey:
+        return *self.row, self.batch, self.repeat
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job that raised: a line of results.jsonl too. Its row of the table is failed and is not run any further."""
+
+    method: str
+    drafter: str | None
+    temperature: float
+    dtype: str
+    batch_size: int
+    batch: int
+    repeat: int
+    error: str
+    traceback: str
+
+    @property
+    def row(self) -> RowKey:
+        return self.dtype, self.temperature, self.method, self.batch_size
 
 
 @dataclass(frozen=True)
@@ -52,13 +95,13 @@ class Job:
     prompts: list[EncodedPrompt]
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        return job_key(self.method.name, self.batch_size, self.batch, self.repeat)
+    def row(self) -> RowKey:
+        return self.method.dtype, self.method.temperature, self.method.name, self.batch_size
 
-
-def job_key(method: str, batch_size: int, batch: int, repeat: int) -> tuple[str, int, int, int]:
-    """What names a job in a folder of results."""
-    return method, batch_size, batch, repeat
+    @property
+    def key(self) -> JobKey:
+        """What names the job in a folder of results."""
+        return *self.row, self.batch, self.repeat
 
 
 def batches(prompts: Sequence[EncodedPrompt], batch_size: int) -> list[list[EncodedPrompt]]:
@@ -70,25 +113,42 @@ def batches(prompts: Sequence[EncodedPrompt], batch_size: int) -> list[list[Enco
 def schedule(
     prompts: Sequence[EncodedPrompt], methods: Sequence[Method], batch_sizes: Sequence[int], repeats: int
 ) -> Iterator[Job]:
-    """All jobs; methods take turns on each batch and the first one changes, so that drift of the machine hits all."""
+    """All jobs; methods take turns on each batch and the first one changes, so that drift of the machine hits all.
+
+    A method is left out at batch sizes that it cannot run."""
     for batch_size in batch_sizes:
+        able = [method for method in methods if method.largest_batch is None or batch_size <= method.largest_batch]
         for batch, rows in enumerate(batches(prompts, batch_size)):
             for repeat in range(repeats):
-                first = (batch + repeat) % len(methods)
-                for method in (*methods[first:], *methods[:first]):
+                first = (batch + repeat) % len(able)
+                for method in (*able[first:], *able[:first]):
                     yield Job(method, batch_size, batch, repeat, rows)
 
 
-def execute(jobs: Sequence[Job], max_new_tokens: int, write: Callable[[list[Record]], None]) -> None:
-    """Run `jobs` in order and `write` each one's records when it is done.
+def execute(
+    jobs: Sequence[Job],
+    max_new_tokens: int,
+    write: Callable[[Sequence[Record | Failure]], None],
+    failed: Collection[RowKey] = (),
+) -> None:
+    """Run `jobs` in order and `write` each one's records when it is done, or its failure where it raised.
 
-    Before its first job at a batch size each method runs a few tokens of it unrecorded, to be warm."""
-    warm: set[tuple[str, int]] = set()
+    Jobs of rows that failed, in this run or before it (`failed`), are left out. Before its first job in a row each
+    method runs a few tokens of it unrecorded, to be warm."""
+    warm, broken = set(), set(failed)
     for job in jobs:
-        if (job.method.name, job.batch_size) not in warm:
-            job.method.generate(job.prompts, min(WARM_UP_TOKENS, max_new_tokens))
-            warm.add((job.method.name, job.batch_size))
-        write(records(job, job.method.generate(job.prompts, max_new_tokens)))
+        if job.row in broken:
+            continue
+        try:
+            if job.row not in warm:
+                job.method.generate(job.prompts, min(WARM_UP_TOKENS, max_new_tokens))
+                warm.add(job.row)
+            outcome = job.method.generate(job.prompts, max_new_tokens)
+        except Exception as error:  # whatever a drafter raises ends its own row and no other
+            broken.add(job.row)
+            write([failure(job, error)])
+        else:
+            write(records(job, outcome))
 
 
 def records(job: Job, outcome: Outcome) -> list[Record]:
@@ -97,11 +157,15 @@ def records(job: Job, outcome: Outcome) -> list[Record]:
     return [
         Record(
             id=prompt.id,
+            conversation=prompt.conversation or prompt.id,
             category=prompt.category,
             method=job.method.name,
             drafter=job.method.drafter,
             verifier=stats and stats.verifier,
             lossless=job.method.drafter is None or stats.lossless,
+            temperature=job.method.temperature,
+            dtype=job.method.dtype,
+            draft_length=job.method.draft_length,
             batch_size=job.batch_size,
             batch=job.batch,
             repeat=job.repeat,
@@ -109,8 +173,11 @@ def records(job: Job, outcome: Outcome) -> list[Record]:
             tokens=tokens,
             drafted=stats and stats.rows[row].drafted,
             accepted=stats and stats.rows[row].accepted,
+            accept_prob=None if stats is None or outcome.trees else _rounded(stats.rows[row].accept_prob),
             rows=len(job.prompts),
             batch_seconds=outcome.seconds,
+            batch_prefill_seconds=outcome.prefill_seconds,
+            batch_prefill_tokens=outcome.prefill_tokens,
             batch_phases=stats and stats.seconds,
             batch_forwards=outcome.target_forwards,
             batch_decode_forwards=stats and stats.decode_forwards,
@@ -119,3 +186,23 @@ def records(job: Job, outcome: Outcome) -> list[Record]:
         )
         for row, (prompt, tokens) in enumerate(zip(job.prompts, outcome.tokens, strict=True))
     ]
+
+
+def failure(job: Job, error: Exception) -> Failure:
+    """What is kept of a job that raised `error`."""
+    method = job.method
+    return Failure(
+        method=method.name,
+        drafter=method.drafter,
+        temperature=method.temperature,
+        dtype=method.dtype,
+        batch_size=job.batch_size,
+        batch=job.batch,
+        repeat=job.repeat,
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _rounded(accept_prob: list[list[float | None]]) -> list[list[float | None]]:
+    return [[None if p is None else round(p, PROBABILITY_PLACES) for p in step] for step in accept_prob]

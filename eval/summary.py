@@ -1,173 +1,163 @@
-"""From records to one row per method and batch size. Every number here is a function of results.jsonl alone."""
+"""From results to one row per dtype, temperature, batch size and method, in all and by category.
+
+Every number here is a function of results.jsonl alone.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+from eval.acceptance import acceptance, by_position
+from eval.hf import HF
+from eval.runner import Failure, Record, RowKey
+from eval.runs import CONTROL, Runs, compared_methods, conditions, control_of, grouped, paired, sound
+from eval.speed import first_pass, limits, median_or_none, speeds, speedups
 
-from eval.runner import Record
-from specdec.stats import PHASES
-
-CONTROL = "plain"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One timed call: the records of one method's pass over one batch."""
-
-    records: list[Record]
-
-    @property
-    def seconds(self) -> float:
-        return self.records[0].batch_seconds
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(record.tokens) for record in self.records)
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second, prefill included."""
-        return self.tokens / self.seconds
+Row = dict[str, Any]
 
 
-Runs = dict[tuple[int, int], Run]  # by batch and repeat
+def table(results: Sequence[Record | Failure]) -> list[Row]:
+    """summary.json's `rows`, for all dtypes and temperatures, all in the order in which they first appear.
 
-
-def grouped(records: Iterable[Record]) -> dict[int, dict[str, Runs]]:
-    """Runs by batch size and method, in the order of their first record."""
-    found: dict[int, dict[str, dict[tuple[int, int], list[Record]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    for record in records:
-        found[record.batch_size][record.method][record.batch, record.repeat].append(record)
-    return {
-        size: {method: {key: Run(rows) for key, rows in runs.items()} for method, runs in methods.items()}
-        for size, methods in found.items()
-    }
+    A row of which a job raised has an `error` and a `traceback` and no numbers: those of its other batches would not be
+    comparable."""
+    broken = {result.row: result for result in results if isinstance(result, Failure)}
+    found = {row: _failed_row(failure) for row, failure in broken.items()}
+    for (dtype, temperature), kept in conditions(sound(results)).items():
+        methods = list(dict.fromkeys(record.method for record in kept))
+        for row in rows(kept, methods, temperature, dtype, compared_methods(kept)):
+            found[dtype, temperature, row["method"], row["batch_size"]] = row
+    return [found[key] for key in _in_order(results) if key in found]
 
 
 def rows(
     records: Iterable[Record], methods: Sequence[str], temperature: float, dtype: str, compared: Collection[str]
-) -> list[dict[str, Any]]:
-    """summary.json's `rows`: one per batch size and method that has results, methods in the order given.
+) -> list[Row]:
+    """One row per batch size and method that has results, methods in the order given; all of one dtype and temperature.
 
     compared: methods whose outputs should equal plain decoding's token by token; exact_match_rate is None for others.
     """
-    return [
-        {"method": method, "batch_size": size, "temperature": temperature, "dtype": dtype}
-        | _row(found[method], found.get("hf", {}), found.get(CONTROL, {}), method in compared)
-        for size, found in grouped(records).items()
-        for method in methods
-        if method in found
-    ]
+    found = []
+    for size, runs in grouped(records).items():
+        for method in methods:
+            if method in runs:
+                first = next(iter(runs[method].values())).records[0]
+                identity = {
+                    "drafter": first.drafter,
+                    "verifier": first.verifier,
+                    "draft_length": first.draft_length,
+                    "lossless": first.lossless,
+                    "error": None,
+                    "traceback": None,
+                }
+                numbers = _numbers(runs[method], runs, first.draft_length)
+                matches = _matches(method, runs) if method in compared else {}
+                found.append(_key(method, size, temperature, dtype) | identity | numbers | matches)
+    return found
 
 
-def _row(runs: Runs, hf: Runs, control: Runs, compare: bool) -> dict[str, Any]:
-    first = next(iter(runs.values())).records[0]
-    passes = [run for (_, repeat), run in runs.items() if repeat == 0]
-    tokens = sum(run.tokens for run in passes)
-    matches = [pair[0].tokens == pair[1].tokens for pair in paired(runs, control)] if compare else []
-    vs_plain, vs_hf = _speedups(runs, control), _speedups(runs, hf)
-    return {
-        "drafter": first.drafter,
-        "verifier": first.verifier,
-        "lossless": first.lossless,
-        **_acceptance([record for run in passes for record in run.records]),
-        "tokens_per_second": tokens / _seconds_of_a_pass(runs),
-        "decode_step_ms": _decode_step_ms(runs.values()),
-        "speedup_vs_plain": _median(vs_plain),
-        "speedup_vs_plain_quartiles": _quartiles(vs_plain),
-        "speedup_vs_hf": _median(vs_hf),
-        "speedup_vs_hf_quartiles": _quartiles(vs_hf),
-        "exact_match_rate": sum(matches) / len(matches) if matches else None,
-        "divergences": len(matches) - sum(matches) if matches else None,
-        "target_forwards": sum(run.records[0].batch_forwards for run in passes),
-        "tokens": tokens,
-        "requests": sum(len(run.records) for run in passes),
-        "timed_batches": len(runs),
-        "rows_per_batch": sum(len(run.records) for run in passes) / len(passes),
-        "phase_shares": _phase_shares(runs.values()),
-    }
+def categories(records: Iterable[Record]) -> list[Row]:
+    """One row per dtype, temperature, batch size, method and category; none where all are of one category.
+
+    A batch may mix categories: `speedup_vs_plain` is of the batches with a single one, so of all at batch size 1."""
+    found = []
+    for (dtype, temperature), kept in conditions(records).items():
+        if len(names := list(dict.fromkeys(record.category for record in kept))) == 1:
+            continue
+        for size, methods in grouped(kept).items():
+            for method, runs in methods.items():
+                key = _key(method, size, temperature, dtype)
+                found += [{"category": name} | key | _of_category(name, runs, methods) for name in names]
+    return [row for row in found if row["requests"]]
 
 
-def paired(runs: Runs, control: Runs) -> list[tuple[Record, Record]]:
-    """Each request of the first pass with the same request of the control's."""
-    return [
-        pair
-        for key, run in runs.items()
-        if key[1] == 0 and key in control
-        for pair in zip(run.records, control[key].records, strict=True)
-    ]
-
-
-def plain_across_batch_sizes(records: Iterable[Record]) -> list[dict[str, int]]:
+def plain_across_batch_sizes(records: Iterable[Record]) -> list[dict[str, Any]]:
     """How many requests of plain decoding differ from plain decoding at the first batch size, for each other one.
 
-    What the batch size alone changes, to be read beside what a drafter changes."""
-    outputs: dict[int, dict[str, list[int]]] = defaultdict(dict)
-    for record in records:
-        if record.method == CONTROL and record.repeat == 0:
-            outputs[record.batch_size][record.id] = record.tokens
-    reference, *others = outputs or [None]
-    return [
-        {
-            "batch_size": size,
-            "reference_batch_size": reference,
-            "requests": len(outputs[size].keys() & outputs[reference].keys()),
-            "different": sum(outputs[reference].get(id, tokens) != tokens for id, tokens in outputs[size].items()),
-        }
-        for size in others
-    ]
+    What the batch size alone changes, to be read beside what a drafter changes. A request's random numbers do not
+    depend on its batch, so that this holds for samples too."""
+    found = []
+    for (dtype, temperature), kept in conditions(records).items():
+        outputs: dict[int, dict[str, list[int]]] = defaultdict(dict)
+        for record in kept:
+            if record.method == CONTROL and record.repeat == 0:
+                outputs[record.batch_size][record.id] = record.tokens
+        reference, *others = outputs or [None]
+        for size in others:
+            shared = outputs[size].keys() & outputs[reference].keys()
+            found.append(
+                {
+                    "dtype": dtype,
+                    "temperature": temperature,
+                    "batch_size": size,
+                    "reference_batch_size": reference,
+                    "requests": len(shared),
+                    "different": sum(outputs[reference][id] != outputs[size][id] for id in shared),
+                }
+            )
+    return found
 
 
-def _acceptance(records: list[Record]) -> dict[str, float | None]:
-    """Mean accepted length and acceptance rate as `specdec.stats` defines them; None where nothing was counted."""
-    steps = sum(len(record.accepted or ()) for record in records)
-    drafted = sum(sum(record.drafted or ()) for record in records)
-    accepted = sum(sum(record.accepted or ()) for record in records)
+def _key(method: str, size: int, temperature: float, dtype: str) -> Row:
+    return {"method": method, "batch_size": size, "temperature": temperature, "dtype": dtype}
+
+
+def _numbers(runs: Runs, found: dict[str, Runs], draft_length: int | None) -> Row:
+    """Everything that is counted or timed, for the runs of one method; `found`: those of all. Works without any."""
+    passes, control = first_pass(runs), found.get(CONTROL, {})
+    requests = [record for run in passes for record in run.records]
+    row = {
+        **acceptance(requests),
+        "acceptance_by_position": by_position(requests),
+        **speeds(runs, control, found.get(HF, {})),
+        "exact_match_rate": None,
+        "divergences": None,
+        "target_forwards": sum(run.records[0].batch_forwards for run in passes),
+        "tokens": sum(run.tokens for run in passes),
+        "requests": len(requests),
+        "timed_batches": len(runs),
+        "rows_per_batch": len(requests) / len(passes) if passes else None,
+    }
+    return row | limits(row, runs, control, draft_length)
+
+
+def _matches(method: str, found: dict[str, Runs]) -> Row:
+    matches = [ours.tokens == theirs.tokens for ours, theirs in paired(found[method], control_of(method, found))]
+    if not matches:
+        return {}
+    return {"exact_match_rate": sum(matches) / len(matches), "divergences": len(matches) - sum(matches)}
+
+
+def _failed_row(failure: Failure) -> Row:
+    identity = {
+        "drafter": failure.drafter,
+        "verifier": None,
+        "draft_length": None,
+        "lossless": None,
+        "error": failure.error,
+        "traceback": failure.traceback,
+    }
+    key = _key(failure.method, failure.batch_size, failure.temperature, failure.dtype)
+    return key | identity | _numbers({}, {}, None)
+
+
+def _of_category(name: str, runs: Runs, methods: dict[str, Runs]) -> Row:
+    requests = [record for run in first_pass(runs) for record in run.records if record.category == name]
+    pure = {key: run for key, run in runs.items() if {record.category for record in run.records} == {name}}
     return {
-        "mean_accepted_length": 1 + accepted / steps if steps else None,
-        "acceptance_rate": accepted / drafted if drafted else None,
+        "lossless": all(record.lossless for record in requests),
+        **acceptance(requests),
+        "speedup_vs_plain": median_or_none(speedups(pure, methods.get(CONTROL, {}), lambda run: run.speed)),
+        "tokens": sum(len(record.tokens) for record in requests),
+        "requests": len(requests),
     }
 
 
-def _seconds_of_a_pass(runs: Runs) -> float:
-    """Sum over batches of the median over repeats."""
-    by_batch: dict[int, list[float]] = defaultdict(list)
-    for (batch, _), run in runs.items():
-        by_batch[batch].append(run.seconds)
-    return sum(map(median, by_batch.values()))
-
-
-def _decode_step_ms(runs: Iterable[Run]) -> float | None:
-    """Milliseconds per step without prompt tokens, all phases; None for HF, and where no such step ran."""
-    first = [run.records[0] for run in runs if run.records[0].batch_phases is not None]
-    steps = sum(record.batch_decode_forwards for record in first)
-    return 1e3 * sum(record.batch_phases[phase] for record in first for phase in PHASES) / steps if steps else None
-
-
-def _phase_shares(runs: Iterable[Run]) -> dict[str, float] | None:
-    """Share of each phase in the time of the decode steps; None for HF, and where no decode step ran."""
-    phases = [run.records[0].batch_phases for run in runs if run.records[0].batch_phases is not None]
-    seconds = {phase: sum(times[phase] for times in phases) for phase in PHASES}
-    total = sum(seconds.values())
-    return {phase: seconds[phase] / total for phase in PHASES} if total else None
-
-
-def _speedups(runs: Runs, other: Runs) -> list[float]:
-    """Ratio of speeds for each batch and repeat: the two were timed right after one another."""
-    return [run.speed / other[key].speed for key, run in runs.items() if key in other]
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def _quartiles(values: list[float]) -> list[float] | None:
-    return np.quantile(values, [0.25, 0.75]).tolist() if values else None
+def _in_order(results: Sequence[Record | Failure]) -> Iterator[RowKey]:
+    """Every row's key that there could be, in the order of the table."""
+    for (dtype, temperature), kept in conditions(results).items():
+        methods = list(dict.fromkeys(result.method for result in kept))
+        for size in dict.fromkeys(result.batch_size for result in kept):
+            yield from ((dtype, temperature, method, size) for method in methods)

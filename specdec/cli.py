@@ -138,29 +138,57 @@ def generate(
 @app.command("eval")
 @one_sentence_errors
 def evaluate(
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, summary.json and report.md.")],
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, summary.json, report.md and report.html.")],
     target: Target = "demo",
     drafter: Annotated[list[str], typer.Option(help=f"{DRAFTER_HELP}; may be given several times")] = ("ngram",),
     prompts: Annotated[
-        str | None, typer.Option(help="JSONL file with turns, prompt or messages per row; else the built-in prompts.")
+        str | None,
+        typer.Option(
+            help="JSONL file with turns, prompt or messages per row (such as Spec-Bench's question.jsonl), or with "
+            "--column a data set, NAME or NAME:CONFIG; else the built-in prompts."
+        ),
     ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of the data set with a text, a list of turns or a chat per row.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data set, where it has several.")] = None,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8",
     max_new_tokens: MaxNewTokens = 128,
-    draft_length: DraftLength = 5,
-    verifier: VerifierName = "auto",
-    temperature: Temperature = 0.0,
+    draft_length: Annotated[
+        str, typer.Option(help="Drafted tokens per step; 0 is plain decoding. Several, comma-separated.")
+    ] = "5",
+    verifier: Annotated[
+        str,
+        typer.Option(
+            help="Verification rules, comma-separated, each run at the temperatures that it fits; auto: the lossless "
+            "one that fits the draft."
+        ),
+    ] = "auto",
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy decoding; above 0 samples. Several, comma-separated.")
+    ] = "0",
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
     raw: Raw = False,
-    dtype: DTypeOption = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16, float64, or auto: bfloat16 where it is native, else float32. Several, "
+            "comma-separated."
+        ),
+    ] = "auto",
     device: Device = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="N prompts, in turn from each category.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often each batch is timed with each method.")] = 1,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken lines of the prompts file.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken rows of the prompts.")] = False,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Also measure tensor bytes with this many tokens of context.")
     ] = None,
+    traces: Annotated[int, typer.Option("--trace", min=0, help="Show every step of the first N prompts.")] = 0,
+    to_wandb: Annotated[
+        bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases too.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table's rows as JSON, and nothing else.")] = False,
 ) -> None:
@@ -169,20 +197,26 @@ def evaluate(
         target=target,
         drafters=tuple(drafter),
         prompts=prompts,
+        column=column,
+        split=split,
         batch_sizes=_numbers(batch_sizes),
         max_new_tokens=max_new_tokens,
-        sampling=sampling_arguments(temperature, top_k, top_p),
-        draft_length=draft_length,
-        verifier=verifier,
+        temperatures=_several("--temperature", temperature, float),
+        top_k=top_k,
+        top_p=top_p,
+        draft_lengths=_several("--draft-length", draft_length, int),
+        verifiers=_several("--verifier", verifier, str),
         seed=seed,
         raw=raw,
-        dtype=dtype,
+        dtypes=_several("--dtype", dtype, str),
         device=device,
         limit=limit,
         repeats=repeats,
         skip_bad=skip_bad,
         out=out,
         memory=memory,
+        traces=traces,
+        to_wandb=to_wandb,
         resume=resume,
         as_json=as_json,
     )
@@ -203,11 +237,243 @@ def bench_verify(
     known(COMMANDS, "bench verify", "command")(small=small, as_json=as_json)
 
 
+plan = typer.Typer(no_args_is_help=True)
+app.add_typer(plan, name="plan")
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+PlanPrompts = Annotated[str | None, typer.Option(help="JSONL file, as for eval; else the built-in prompts.")]
+PlanLimit = Annotated[int, typer.Option(help="N prompts, in turn from each category; the largest batch of the loop.")]
+PlanSteps = Annotated[int, typer.Option(help="Decode steps of each run of the loop.")]
+PlanRepeats = Annotated[int, typer.Option(help="How often each forward of the grid is measured.")]
+
+
+@plan.callback()
+def _plans() -> None:
+    """Predict what speculation is worth on other models, devices and batch sizes."""
+
+
+@plan.command("measure")
+@one_sentence_errors
+def plan_measure(
+    out: Annotated[Path, typer.Option(help="Folder for costs.json.")],
+    target: Target = "demo",
+    drafter: Annotated[list[str], typer.Option(help=f"{DRAFTER_HELP}; may be given several times")] = ("ngram",),
+    draft_length: DraftLength = 8,
+    batch_sizes: Annotated[str, typer.Option(help="Of the forwards, comma-separated.")] = "1,2,4,8",
+    contexts: Annotated[str, typer.Option(help="Cached tokens per row, comma-separated.")] = "64,512",
+    prompts: PlanPrompts = None,
+    raw: Raw = False,
+    limit: PlanLimit = 8,
+    steps: PlanSteps = 16,
+    repeats: PlanRepeats = 5,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the packed forward over a grid, the device, the loop and the drafters."""
+    known(COMMANDS, "plan measure", "command")(
+        out=out,
+        target=target,
+        drafters=tuple(drafter),
+        draft_length=draft_length,
+        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
+        contexts=_whole_numbers("--contexts", contexts),
+        prompts=prompts,
+        raw=raw,
+        limit=limit,
+        steps=steps,
+        repeats=repeats,
+        dtype=dtype,
+        device=device,
+        as_json=as_json,
+    )
+
+
+@plan.command("predict")
+@one_sentence_errors
+def plan_predict(
+    out: Annotated[Path, typer.Option(help="Folder for prediction.json and prediction.png.")],
+    costs: Annotated[Path | None, typer.Option(help="costs.json of the device, from `plan measure`.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Of a device without costs, in GB/s.")] = None,
+    compute: Annotated[float | None, typer.Option(help="Of a device without costs, in TFLOP/s.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder, config.json or Hub id to plan for; else the model of --costs.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights of --model and --draft-model.")] = "bfloat16",
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="By depth, given that it is reached: 0.8,0.7,0.6; or an eval folder; else that of --costs."),
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Which one of --costs and of the eval folder.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Which rows of the eval folder.")] = None,
+    draft_ratio: Annotated[
+        float | None, typer.Option(help="A drafted token's time over the target's; else as --costs measured.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Configuration of the drafter, as for --model.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16,32,64,128,256,512",
+    contexts: Annotated[str, typer.Option(help="Cached tokens per row, comma-separated.")] = "512,4096,32768",
+    as_json: AsJson = False,
+) -> None:
+    """Predict the speed-up, the best draft length and the batch from which on speculation stops paying."""
+    known(COMMANDS, "plan predict", "command")(
+        out=out,
+        costs=costs,
+        bandwidth=None if bandwidth is None else 1e9 * bandwidth,
+        compute=None if compute is None else 1e12 * compute,
+        model=model,
+        dtype=dtype,
+        acceptance=acceptance,
+        drafter=drafter,
+        temperature=temperature,
+        draft_ratio=draft_ratio,
+        draft_model=draft_model,
+        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
+        contexts=_whole_numbers("--contexts", contexts),
+        as_json=as_json,
+    )
+
+
+@plan.command("check")
+@one_sentence_errors
+def plan_check(
+    out: Annotated[Path, typer.Option(help="Folder for costs.json, check.json and check.png.")],
+    target: Target = "demo",
+    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated; each divides --limit.")] = "1,4,8",
+    draft_lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "2,5",
+    prompts: PlanPrompts = None,
+    raw: Raw = False,
+    limit: PlanLimit = 8,
+    steps: PlanSteps = 16,
+    repeats: PlanRepeats = 5,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Predict the loop's speed-up, measure it, and exit with status 1 where they are too far apart."""
+    known(COMMANDS, "plan check", "command")(
+        out=out,
+        target=target,
+        drafter=drafter,
+        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
+        draft_lengths=_whole_numbers("--draft-lengths", draft_lengths),
+        prompts=prompts,
+        raw=raw,
+        limit=limit,
+        steps=steps,
+        repeats=repeats,
+        dtype=dtype,
+        device=device,
+        as_json=as_json,
+    )
+
+
+@plan.command("split")
+@one_sentence_errors
+def plan_split(
+    out: Annotated[Path, typer.Option(help="Folder for split.json and split.png.")],
+    prefill_rate: Annotated[float, typer.Option(help="Requests/s that one device prefills.")],
+    decode_rate: Annotated[float, typer.Option(help="Requests/s that one device decodes without speculation.")],
+    devices: Annotated[int, typer.Option(help="In all; every number from 2 up to it is planned.")] = 8,
+    decode_speedup: Annotated[float, typer.Option(help="What speculation makes of decode, as predicted.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Divide devices between prefill and decode, without and with speculation."""
+    known(COMMANDS, "plan split", "command")(
+        out=out,
+        prefill_rate=prefill_rate,
+        decode_rate=decode_rate,
+        devices=devices,
+        decode_speedup=decode_speedup,
+        as_json=as_json,
+    )
+
+
+@app.command("fidelity")
+@one_sentence_errors
+def fidelity(
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, fidelity.json and fidelity.md.")],
+    target: Target = "demo",
+    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
+    prompts: Annotated[str | None, typer.Option(help="JSONL file, as for eval; else the built-in prompts.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Of the batched rungs.")] = 8,
+    max_new_tokens: MaxNewTokens = 64,
+    draft_length: DraftLength = 5,
+    verifier: VerifierName = "auto",
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
+    samples: Annotated[int, typer.Option(help="Seeds of the last rung: more tokens for the distribution tests.")] = 1,
+    raw: Raw = False,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="N prompts, in turn from each category.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken lines of the prompts file.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")] = False,
+    self_check: Annotated[
+        bool,
+        typer.Option(
+            "--self-check", help="Inject known bugs instead, drafting with the target's first layers, and catch each."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Is the output still the target model's, and where it is not, why? Exit status 1 where it is not."""
+    known(COMMANDS, "fidelity", "command")(
+        target=target,
+        drafter=drafter,
+        prompts=prompts,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling_arguments(temperature, top_k, top_p),
+        draft_length=draft_length,
+        verifier=verifier,
+        seed=seed,
+        samples=samples,
+        raw=raw,
+        dtype=dtype,
+        device=device,
+        limit=limit,
+        skip_bad=skip_bad,
+        out=out,
+        resume=resume,
+        self_checked=self_check,
+        as_json=as_json,
+    )
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}: give whole numbers separated by commas, such as 1,4,8") from None
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--batch-sizes is {text!r}: give whole numbers separated by commas, such as 1,4,8") from None
+
+
+@app.command()
+@one_sentence_errors
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that specdec eval wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the comparison of several runs.")] = None,
+    to_wandb: Annotated[bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table's rows as JSON, and nothing else.")] = False,
+) -> None:
+    """Make a run's reports again, also of a killed one, or show several runs side by side."""
+    known(COMMANDS, "report", "command")(folders, out, as_json, to_wandb)
+
+
+def _several(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    """A comma-separated option's values."""
+    try:
+        return tuple(kind(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}: give one or more of type {kind.__name__}, comma-separated") from None
 
 
 def _raised_by_us(error: Exception) -> bool:

@@ -22,11 +22,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: a chat (`messages`, each with "role" and "content") that may be a single user message."""
+    """One request: a chat (`messages`, each with "role" and "content") that may be a single user message.
+
+    later_turns: user messages that follow, each after the model's own answer to what is before it."""
 
     id: str
     category: str
     messages: tuple[dict[str, str], ...]
+    later_turns: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -37,8 +40,8 @@ class Prompt:
 def load_prompts(source: str | Path | None = None, limit: int | None = None, skip_bad: bool = False) -> list[Prompt]:
     """The prompts of a JSONL file, or the built-in ones for `source=None`.
 
-    Each row has one of `turns` (a list of user messages, of which only the first is used: later turns would need the
-    model's own answers), `prompt` (a text) or `messages` (a chat). Its id is `id`, `question_id` or the line number.
+    Each row has one of `turns` (a list of user messages, of which all but the first are `later_turns`), `prompt` (a
+    text) or `messages` (a chat). Its id is `id`, `question_id` or the line number.
     limit: take this many, in turn from each category in the order the categories appear.
     skip_bad: leave out rows that cannot be read, with one warning that counts them, instead of raising.
 
@@ -61,7 +64,17 @@ def load_prompts(source: str | Path | None = None, limit: int | None = None, ski
         raise ValueError(f"prompts file {path} has no usable prompt")
     if errors:
         _log.warning("left out %d bad line(s) of the prompts, the first of them: %s", len(errors), errors[0])
-    return prompts if limit is None else _spread(prompts)[:limit]
+    return limited(prompts, limit)
+
+
+def limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """`limit` prompts, the first of each category before the second of any; all of them as they are for None."""
+    if limit is None:
+        return prompts
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [prompt for prompt in chain.from_iterable(zip_longest(*by_category.values())) if prompt is not None][:limit]
 
 
 def encode(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, raw: bool) -> list[list[int]]:
@@ -103,12 +116,19 @@ def _parse(line: str, number: int) -> Prompt:
         raise ValueError("not JSON that can be read (nested too deep)") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object is needed")
-    messages = _messages(row)
-    if not all(isinstance(text, str) and text.strip() for message in messages for text in message.values()):
+    return prompt_of(row, number)
+
+
+def prompt_of(row: dict[str, Any], number: int) -> Prompt:
+    """A row that was read, as a prompt; `number` names it where it has no id. Raises ValueError for what it lacks."""
+    messages, later = _messages(row), _later_turns(row)
+    texts = [text for message in messages for text in message.values()]
+    if not all(isinstance(text, str) and text.strip() for text in (*texts, *later)):
         raise ValueError("the prompt is empty or not a text")
-    if any("\ud800" <= char <= "\udfff" for message in messages for char in message["content"]):
+    if any("\ud800" <= char <= "\udfff" for text in (*texts, *later) for char in text):
         raise ValueError("the prompt holds half a surrogate pair, which is not text")
-    return Prompt(str(row.get("id", row.get("question_id", number))), str(row.get("category", "")), messages)
+    name = str(row.get("id", row.get("question_id", number)))
+    return Prompt(name, str(row.get("category", "")), messages, later)
 
 
 def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
@@ -120,13 +140,14 @@ def _messages(row: dict[str, Any]) -> tuple[dict[str, str], ...]:
     raise ValueError("it has no turns (a list of texts), prompt (a text) or messages (objects with role and content)")
 
 
+def _later_turns(row: dict[str, Any]) -> tuple[Any, ...]:
+    match row:
+        case {"messages": _}:
+            return ()
+        case {"turns": [_, *later]}:
+            return tuple(later)
+    return ()
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and message.keys() == {"role", "content"}
-
-
-def _spread(prompts: list[Prompt]) -> list[Prompt]:
-    """The same prompts, the first of each category before the second of any."""
-    by_category: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    return [prompt for prompt in chain.from_iterable(zip_longest(*by_category.values())) if prompt is not None]

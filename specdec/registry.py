@@ -29,6 +29,12 @@ VERIFIERS = {
 COMMANDS = {
     "eval": "eval.command:run",
     "bench verify": "eval.bench_verify:run",
+    "report": "eval.rebuild:run",
+    "plan measure": "eval.plan.command:measure",
+    "plan predict": "eval.plan.command:predict",
+    "plan check": "eval.plan.command:check",
+    "plan split": "eval.plan.command:split_phases",
+    "fidelity": "eval.fidelity.command:run",
 }
 OWN_PACKAGES = ("drafters", "verifiers", "heads", "train", "eval")
 

@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 from eval.methods import EncodedPrompt
-from eval.runner import Record
+from eval.runner import Failure, Record
 
 PHASES = {"draft": 1.0, "forward": 6.0, "verify": 2.0, "loop": 1.0, "prefill": 5.0}
 BASE = Record(
     id="a",
+    conversation="a",
     category="maths",
     method="plain",
     drafter=None,
     verifier="greedy",
     lossless=True,
+    temperature=0.0,
+    dtype="float32",
+    draft_length=0,
     batch_size=2,
     batch=0,
     repeat=0,
@@ -20,8 +24,11 @@ BASE = Record(
     tokens=[1, 2, 3, 4],
     drafted=[0, 0, 0],
     accepted=[0, 0, 0],
+    accept_prob=[[], [], []],
     rows=2,
     batch_seconds=4.0,
+    batch_prefill_seconds=1.0,
+    batch_prefill_tokens=2,
     batch_phases=PHASES,
     batch_forwards=4,
     batch_decode_forwards=3,
@@ -31,13 +38,16 @@ BASE = Record(
 
 
 def record(method: str, **changes) -> Record:
-    """BASE under `method`, with what HF or a drafter would leave in it, and then `changes`."""
+    """BASE under `method`, with what HF or a drafter would leave in it, and then `changes`; a chat of its own."""
+    changes = {"conversation": changes.get("id", BASE.id)} | changes
     if method == "hf":
         hf = dict.fromkeys(
             (
                 "verifier",
                 "drafted",
                 "accepted",
+                "accept_prob",
+                "draft_length",
                 "batch_phases",
                 "batch_decode_forwards",
                 "batch_packed_tokens",
@@ -46,7 +56,8 @@ def record(method: str, **changes) -> Record:
         )
         return replace(BASE, method="hf", **hf | changes)
     if method != "plain":
-        changes = {"drafter": method, "drafted": [2, 2], "accepted": [1, 0]} | changes
+        drafted = {"drafted": [2, 2], "accepted": [1, 0], "accept_prob": [[0.75, 0.5], [0.25]], "draft_length": 2}
+        changes = {"drafter": method} | drafted | changes
     return replace(BASE, method=method, **changes)
 
 
@@ -56,3 +67,19 @@ def prompts_of(*lengths: int) -> list[EncodedPrompt]:
         EncodedPrompt(number, f"p{number}", "maths", [1 + (7 * number + place) % 90 for place in range(length)])
         for number, length in enumerate(lengths)
     ]
+
+
+def failure(method: str, **changes) -> Failure:
+    """A job of BASE's row that raised."""
+    fields = {
+        "method": method,
+        "drafter": method,
+        "temperature": 0.0,
+        "dtype": "float32",
+        "batch_size": 2,
+        "batch": 0,
+        "repeat": 0,
+        "error": "RuntimeError: boom",
+        "traceback": "Traceback (most recent call last):\n  line\nRuntimeError: boom\n",
+    }
+    return Failure(**fields | changes)

@@ -6,7 +6,7 @@ import pytest
 
 from eval.folder import Folder
 from eval.settings import Settings
-from tests.eval.samples import record
+from tests.eval.samples import failure, record
 
 CONFIG = {"max_new_tokens": 8, "batch_sizes": [1, 2]}
 JOB = [record("plain", id="a"), record("plain", id="b")]
@@ -57,13 +57,13 @@ def test_drops_an_unfinished_job(folder, tail):
 
 def settings(**changes) -> Settings:
     plain = {"target": "t", "drafters": ("ngram",), "prompts": None, "batch_sizes": (1,), "max_new_tokens": 4}
-    return Settings(**plain | {"sampling": {"do_sample": False}} | changes)
+    return Settings(**plain | changes)
 
 
 def test_configuration_survives_json_and_tells_runs_apart():
     config = settings().config("digest")
     assert json.loads(json.dumps(config)) == config
-    for changes in ({"seed": 1}, {"drafters": ("ngram", "x")}, {"sampling": {"do_sample": True}}, {"repeats": 2}):
+    for changes in ({"seed": 1}, {"drafters": ("ngram", "x")}, {"temperatures": (0.0, 0.8)}, {"repeats": 2}):
         assert settings(**changes).config("digest") != config
     assert settings().config("other prompts") != config
 
@@ -72,10 +72,17 @@ def test_configuration_survives_json_and_tells_runs_apart():
     ("changes", "message"),
     [
         ({"batch_sizes": (1, 0)}, r"\[1, 0\]"),
-        ({"batch_sizes": ()}, "batch sizes"),
+        ({"batch_sizes": ()}, "no batch size is given"),
         ({"batch_sizes": (2, 2)}, "batch size 2 is given more than once"),
         ({"drafters": ("ngram", "ngram")}, "drafter 'ngram' is given more than once"),
-        ({"draft_length": -1}, "-1"),
+        ({"draft_lengths": (5, -1)}, "-1"),
+        ({"temperatures": (0.5, -0.5)}, "--temperature is -0.5"),
+        ({"dtypes": ("float32", "float32")}, "dtype 'float32' is given more than once"),
+        ({"verifiers": ("block",)}, "'block' does not fit do_sample=False"),
+        ({"verifiers": ("block", "greedy"), "temperatures": (0.5,)}, "'greedy' does not fit do_sample=True"),
+        ({"verifiers": ("nope",)}, "unknown verifier 'nope'"),
+        ({"top_k": 5}, "need a --temperature above 0"),
+        ({"split": "test"}, "belongs to a data set's --column"),
         ({"repeats": 0}, "repeats is 0"),
     ],
 )
@@ -100,6 +107,47 @@ def test_a_damaged_folder_is_named(tmp_path):
     folder.check(CONFIG, True)
     with pytest.raises(ValueError, match="line 1, is not a result"):
         folder.start(CONFIG)
+    (tmp_path / "run" / "results.jsonl").write_text("{broken}\n")
     (tmp_path / "run" / "config.json").write_text("")
     with pytest.raises(ValueError, match="config.json is missing or damaged"):
         folder.check(CONFIG, True)
+
+
+def test_verifiers_run_at_the_temperatures_that_they_fit():
+    chosen = settings(verifiers=("auto", "block", "greedy"), temperatures=(0.0, 0.8), top_k=7)
+    assert chosen.verifiers_at(0.0) == ["auto", "greedy"] and chosen.verifiers_at(0.8) == ["auto", "block"]
+    assert chosen.sampling(0.0) == {"do_sample": False}
+    assert chosen.sampling(0.8) == {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 1.0}
+
+
+def test_failures_are_kept_and_unfinished_jobs_are_not(folder):
+    folder.append(JOB)
+    folder.append([failure("ngram")])
+    folder.append([record("plain", id="a", batch=1)])
+    assert folder.start(CONFIG) == [*JOB, failure("ngram")]
+
+
+def test_several_processes_write_files_of_their_own_that_merge(tmp_path):
+    first, second = Folder(tmp_path / "run", 0), Folder(tmp_path / "run", 1)
+    assert first.start(CONFIG) == []
+    other = [record("plain", id=name, batch=1) for name in "cd"]
+    first.append(JOB)
+    second.append(other)
+    with pytest.raises(FileExistsError):
+        Folder(tmp_path / "run").check(CONFIG, resume=False)
+    assert second.read() == [*JOB, *other] and len(list(first.path.glob("results-*.jsonl"))) == 2
+    assert first.merge() == [*JOB, *other]
+    assert not list(first.path.glob("results-*.jsonl")) and Folder(tmp_path / "run").start(CONFIG) == [*JOB, *other]
+
+
+def test_a_kill_between_merging_and_cleaning_up_doubles_nothing(folder):
+    folder.append(JOB)
+    (folder.path / "results-0.jsonl").write_text(folder.results.read_text())
+    assert folder.read() == JOB
+
+
+@pytest.mark.parametrize("file", ["results.jsonl", "report.md"])
+def test_a_full_disk_is_named(folder, file):
+    (folder.path / file).symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=rf"{file} cannot be written \(No space left on device\).*--resume"):
+        folder.append(JOB) if file == "results.jsonl" else folder.write_text(file, "x" * 100_000)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from eval.methods import Request, engine_method, hf_method, left_padded, through_stop
+import specdec
+from drafters.ngram import NGramDrafter
+from eval.hf import assisted, hf_method, prompt_lookup
+from eval.methods import FirstTokens, Request, engine_method, left_padded, through_stop
 from specdec.stats import Stats
 from tests.eval.samples import prompts_of
 from tests.tiny_models import tiny
@@ -48,7 +51,8 @@ def test_hf_method_generates_greedily_and_stops_each_row_at_its_eos():
     outcome = hf_method(model, Request.of(model, GREEDY, 0)).generate(prompts, 8)
     assert outcome.tokens == expected
     assert outcome.target_forwards == max(map(len, expected))
-    assert outcome.stats is None and outcome.seconds > 0
+    assert outcome.stats is None and outcome.seconds > outcome.prefill_seconds > 0
+    assert outcome.prefill_tokens == 2
 
 
 def test_hf_samples_are_repeatable():
@@ -63,13 +67,16 @@ def test_engine_method_hands_over_the_request():
     request = Request.of(model, GREEDY, 11)
     seen = {}
 
-    def engine(model, input_ids, attention_mask, **keywords):
-        seen.update(keywords, shape=tuple(input_ids.shape), mask=attention_mask.sum().item())
+    def engine(model, input_ids, attention_mask, drafter, on_commit, **keywords):
+        on_commit(0, [1], 0)
+        seen.update(keywords, shape=tuple(input_ids.shape), mask=attention_mask.sum().item(), drafter=drafter.drafter)
         return torch.cat([input_ids, torch.tensor([[1], [2]])], 1), Stats("x", "greedy", True, forwards=9)
 
-    drafter = object()
-    outcome = engine_method("x:length=3", model, request, drafter, 3, "auto", engine).generate(prompts_of(2, 4), 5)
-    assert outcome.tokens == [[1], [2]] and outcome.target_forwards == 9
+    drafter = NGramDrafter()
+    method = engine_method("x:length=3", model, request, drafter, 3, "auto", engine)
+    assert (method.temperature, method.dtype, method.draft_length, method.drafter) == (0, "float64", 3, "x:length=3")
+    outcome = method.generate(prompts_of(2, 4), 5)
+    assert outcome.tokens == [[1], [2]] and outcome.target_forwards == 9 and not outcome.trees
     assert seen == {
         "drafter": drafter,
         "draft_length": 3,
@@ -83,3 +90,42 @@ def test_engine_method_hands_over_the_request():
         "shape": (2, 4),
         "mask": 6,
     }
+
+
+def test_prefill_ends_when_every_row_has_a_token():
+    first = FirstTokens(3)
+    first.on_commit(0, [5], 0)
+    first.on_commit(0, [5, 6], 1)
+    early = first.seconds
+    first.on_commit(1, [7], 0)
+    first.on_commit(2, [8], 0)
+    assert first.tokens == 5 and first.seconds > early
+    last = first.seconds
+    first.on_commit(0, [5, 6, 7], 2)
+    assert (first.tokens, first.seconds) == (5, last)
+
+
+def test_a_long_prompt_beside_short_ones_is_prefilled_in_chunks():
+    """The engine reads 512 prompt tokens a step, so the short row decodes one step before the long one has a token."""
+    model = tiny("llama")
+    model.config.max_position_embeddings = 1024
+    request = Request.of(model, GREEDY, 0)
+    outcome = engine_method("plain", model, request, None, 0, "auto", specdec.generate).generate(prompts_of(3, 600), 4)
+    assert outcome.prefill_tokens == 3 and 0 < outcome.prefill_seconds < outcome.seconds
+
+
+def test_hf_drafts_change_forwards_and_not_tokens():
+    model = tiny("llama")
+    prompts = prompts_of(12)
+    alone = greedy_alone(model, prompts[0].tokens, 24)
+    request = Request.of(model, GREEDY, 0)
+    plain = hf_method(model, request).generate(prompts, 24)
+    lookup = prompt_lookup(model, request, 4)
+    helped = assisted("draft_model:x", model, request, tiny("llama"), 4)  # the target's equal: every draft is right
+    for method in (lookup, helped):
+        outcome = method.generate(prompts, 24)
+        assert outcome.tokens == [alone] and method.largest_batch == 1 and method.drafter is None
+        assert outcome.prefill_tokens >= 1 and 0 < outcome.prefill_seconds < outcome.seconds
+        assert outcome.target_forwards <= plain.target_forwards == 24
+    assert outcome.target_forwards <= 12
+    assert [lookup.name, helped.name] == ["hf + prompt lookup", "hf + draft_model:x"]

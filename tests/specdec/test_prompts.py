@@ -58,7 +58,7 @@ def test_each_kind_of_row_and_where_its_id_comes_from(tmp_path):
         {"messages": chat},
     )
     assert load_prompts(file) == [
-        Prompt("a", "x", user("first")),
+        Prompt("a", "x", user("first"), later_turns=("second",)),
         Prompt("7", "", user("two\u2028lines")),
         Prompt("4", "", tuple(chat)),  # the file's fourth line
     ]
@@ -83,6 +83,7 @@ def test_limit_takes_in_turn_from_each_category_in_order_of_appearance(tmp_path)
         ({"messages": [{"content": "a"}]}, "it has no turns"),
         ({"prompt": "  "}, "the prompt is empty"),
         ({"turns": [3]}, "the prompt is empty or not a text"),
+        ({"turns": ["a", ""]}, "the prompt is empty or not a text"),
         ({"messages": [{"role": "user", "content": None}]}, "the prompt is empty or not a text"),
         ('{"prompt": "half \\ud800"}', "the prompt holds half a surrogate pair"),
         ("[" * 100_000, "not JSON that can be read"),

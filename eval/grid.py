@@ -1,0 +1,84 @@
+"""The methods of one dtype and temperature: Hugging Face's, plain decoding, each drafter at each length and rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import specdec
+from drafters.draft_model import DraftModelDrafter
+from eval.hf import assisted, hf_method, prompt_lookup
+from eval.methods import Method, Request, engine_method
+from eval.runs import CONTROL, COUPLED_CONTROL
+from eval.settings import Settings
+from specdec.contracts import Drafter
+from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.models import LoadedModel
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A drafter as one column of the grid: `text` is its name with its draft length where several were asked for."""
+
+    text: str
+    source: str
+    drafter: Drafter
+    length: int
+
+
+def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
+    """Every drafter at every draft length. Raises ValueError for one that lacks part of the contract."""
+    found = []
+    for text in settings.drafters:
+        spec = DrafterSpec.parse(text)
+        drafter = build_drafter(spec, loaded)
+        if not isinstance(drafter, Drafter):
+            raise ValueError(
+                f"drafter {text!r} made a {type(drafter).__name__} that lacks some of what specdec.Drafter asks for: "
+                f"derive it from specdec.BaseDrafter"
+            )
+        if spec.length is not None or len(settings.draft_lengths) == 1:
+            length = settings.draft_lengths[0] if spec.length is None else spec.length
+            found.append(Speculation(text, spec.source, drafter, length))
+            continue
+        joint = "," if spec.options else ":"
+        for length in settings.draft_lengths:
+            found.append(Speculation(f"{text}{joint}length={length}", spec.source, drafter, length))
+    return found
+
+
+def methods_at(
+    temperature: float, loaded: LoadedModel, drafted: Sequence[Speculation], settings: Settings
+) -> list[Method]:
+    """What is run in turns at one temperature, Hugging Face's methods first.
+
+    Plain decoding draws as the first rule that fits does. Where that is not the coupled rule but another one is, plain
+    decoding runs in the coupled way too, as what the coupled outputs must equal."""
+    model, verifiers = loaded.model, settings.verifiers_at(temperature)
+    request = Request.of(model, settings.sampling(temperature), settings.seed)
+
+    def ours(name: str, drafter: Drafter | None, length: int, verifier: str) -> Method:
+        return engine_method(name, model, request, drafter, length, verifier, specdec.generate)
+
+    methods = [hf_method(model, request), *_hf_drafted(loaded, request, drafted)]
+    methods.append(ours(CONTROL, None, 0, verifiers[0]))
+    if "coupled" in verifiers[1:]:
+        methods.append(ours(COUPLED_CONTROL, None, 0, "coupled"))
+    for speculation in drafted:
+        for verifier in verifiers:
+            name = speculation.text if len(settings.verifiers) == 1 else f"{speculation.text} ({verifier})"
+            methods.append(ours(name, speculation.drafter, speculation.length, verifier))
+    return methods
+
+
+def _hf_drafted(loaded: LoadedModel, request: Request, drafted: Sequence[Speculation]) -> list[Method]:
+    """HF's counterparts of our drafters: prompt lookup for the first n-gram one, an assistant for each draft model."""
+    found = []
+    lookups = [speculation for speculation in drafted if speculation.source == "ngram" and speculation.length]
+    if lookups:
+        found.append(prompt_lookup(loaded.model, request, lookups[0].length))
+    for speculation in drafted:
+        if isinstance(speculation.drafter, DraftModelDrafter) and speculation.length:
+            assistant = speculation.drafter.model.model
+            found.append(assisted(speculation.text, loaded.model, request, assistant, speculation.length))
+    return found

@@ -1,0 +1,154 @@
+"""`specdec plan measure`, `predict`, `check` and `split`: what each reads, writes and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.plan import plots, show, split
+from eval.plan.check import TOLERANCE, check_batches, compare, within
+from eval.plan.costs import Costs
+from eval.plan.predict import MeasuredCost, Planner, table
+from eval.plan.setup import planner_of
+from eval.plan.workload import Workload, check_positive
+from specdec.contracts import Drafter
+from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.models import LoadedModel
+
+SHORT_CONTEXT = 64  # the shorter of the two contexts that `check` measures forwards at
+
+
+def measure(
+    *,
+    out: Path,
+    drafters: Sequence[str],
+    draft_length: int,
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    as_json: bool,
+    **workload: Any,
+) -> None:
+    """Measure a target's step costs, and those of `drafters` on prompts, and write `out`/costs.json.
+
+    workload: fields of `Workload`. Raises ValueError, in one sentence, before anything is measured."""
+    work = Workload(**workload)
+    specs = [DrafterSpec.parse(text) for text in drafters]
+    lengths = {spec.text: draft_length if spec.length is None else spec.length for spec in specs}
+    check_positive("draft lengths", [draft_length, *lengths.values()])
+    make_folder(out)
+    loaded, texts = work.load()
+    built = {spec.text: (build_drafter(spec, loaded), lengths[spec.text]) for spec in specs}
+    costs = work.measured(loaded, texts, built, batch_sizes, contexts)
+    costs.write(out / "costs.json")
+    print(json.dumps(asdict(costs), indent=2) if as_json else show.fitted_line(costs))
+
+
+def predict(*, out: Path, batch_sizes: Sequence[int], contexts: Sequence[int], as_json: bool, **given: Any) -> None:
+    """Predict speed-ups and write `out`/prediction.json and .png. `given`: arguments of `setup.planner_of`."""
+    check_positive("batch sizes", batch_sizes)
+    check_positive("contexts", contexts)
+    planner, shape, described = planner_of(**given)
+    make_folder(out)
+    rows = table(planner, shape, batch_sizes, contexts)
+    stops = {context: planner.stops_paying(context) for context in contexts}
+    found = {"plan": described, "acceptance": asdict(planner.acceptance), "rows": rows, "stops_paying": stops}
+    write_json(found, out / "prediction.json", as_json)
+    plots.plot_prediction(rows, described, out / "prediction.png")
+    if as_json:
+        return
+    print(described)
+    print_table(show.as_table(rows, show.PREDICTION, "context"))
+    for context, stop in stops.items():
+        print(show.verdict(context, stop))
+
+
+def check(
+    *,
+    out: Path,
+    drafter: str,
+    batch_sizes: Sequence[int],
+    draft_lengths: Sequence[int],
+    as_json: bool,
+    **workload: Any,
+) -> None:
+    """Measure costs, predict every batch size and draft length from them, measure those too, and exit with status 1
+    where the two are further apart than TOLERANCE. Writes `out`/costs.json, check.json and check.png.
+
+    workload: fields of `Workload`. Raises ValueError, in one sentence, before anything is measured."""
+    work = Workload(**workload)
+    spec = DrafterSpec.parse(drafter)
+    check_positive("draft lengths", draft_lengths)
+    make_folder(out)
+    loaded, texts = work.load()
+    costs, rows = checked(work, loaded, texts, spec.text, build_drafter(spec, loaded), batch_sizes, draft_lengths)
+    costs.write(out / "costs.json")
+    found = {"environment": costs.environment, "tolerance": TOLERANCE, "rows": rows}
+    write_json(found, out / "check.json", as_json)
+    plots.plot_check(rows, TOLERANCE, out / "check.png")
+    if not as_json:
+        print_table(show.as_table(rows, show.CHECK, "batch_size"))
+        print(f"largest error {max(abs(row['error']) for row in rows):.0%}; at most {TOLERANCE:.0%} is asked for")
+    if not within(rows):
+        sys.exit(1)
+
+
+def checked(
+    work: Workload,
+    loaded: LoadedModel,
+    texts: list[list[int]],
+    name: str,
+    drafter: Drafter,
+    batch_sizes: Sequence[int],
+    draft_lengths: Sequence[int],
+) -> tuple[Costs, list[dict[str, Any]]]:
+    """Costs, and the rows of `check.compare` that they predict; acceptance is known of the longest draft alone."""
+    check_batches(texts, batch_sizes)
+    contexts = sorted({SHORT_CONTEXT, max(map(len, texts)) + 2 * work.steps})
+    costs = work.measured(loaded, texts, {name: (drafter, max(draft_lengths))}, batch_sizes, contexts)
+    found = costs.drafter(name)
+    planner = Planner(costs.curve(), costs.rest, MeasuredCost(found.draft), found.acceptance)
+    return costs, compare(planner, loaded.model, drafter, texts, batch_sizes, draft_lengths, work.steps)
+
+
+def split_phases(
+    *, out: Path, prefill_rate: float, decode_rate: float, devices: int, decode_speedup: float, as_json: bool
+) -> None:
+    """Best splits of up to `devices` devices; writes `out`/split.json and .png."""
+    rates = split.Rates(prefill_rate, decode_rate)
+    rows = split.plan(rates, decode_speedup, devices)
+    make_folder(out)
+    limits = {"plain": rates.balanced, "speculative": rates.with_speculation(decode_speedup).balanced}
+    found = {"rates": asdict(rates), "decode_speedup": decode_speedup, "limit_per_device": limits, "rows": rows}
+    write_json(found, out / "split.json", as_json)
+    plots.plot_split(rows, limits, out / "split.png")
+    if not as_json:
+        print_table(show.as_table(rows, show.SPLIT, "devices"))
+        print(show.limits_line(limits, decode_speedup))
+
+
+def make_folder(out: Path) -> None:
+    """Make `out` ready to be written to. Raises ValueError where it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made a folder ({error.strerror}): give another --out") from None
+
+
+def write_json(found: dict[str, Any], path: Path, as_json: bool) -> None:
+    """To the file, and with `as_json` to standard output."""
+    text = json.dumps(found, indent=2)
+    path.write_text(text + "\n")
+    if as_json:
+        print(text)
+
+
+def print_table(shown: Table) -> None:
+    """As wide as the terminal, or wide enough where there is none."""
+    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(shown)

@@ -1,0 +1,151 @@
+"""What a forward of a model has to read and compute, from its configuration alone: no weights are loaded.
+
+Counted are the matrices of the linear layers, the experts that a step's tokens wake, and attention over the cache.
+Norms, activations and embeddings that are only looked up are left out: they are small beside these.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+EXPERTS = ".experts."  # in the name of every routed expert's weight, in all families of transformers
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class AttentionLayers:
+    """`count` layers alike.
+
+    kv_elements: numbers cached per token and layer.   flops: per query token and token that it sees, and layer.
+    window:      most tokens that a query sees; None = all.
+    """
+
+    count: int
+    kv_elements: int
+    flops: int
+    window: int | None
+
+    def seen(self, context: float) -> float:
+        """Tokens of a context that a query attends to."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only model as a step's cost sees it.
+
+    matrices:       weights that every step reads: all linear layers but the routed experts, the output head included.
+    expert_weights: of all routed experts of all layers; 0 for a dense model.
+    experts, experts_per_token: per layer; 1 and 1 for a dense model.
+    vocab: V.   itemsize: bytes per weight and per cached number.
+    """
+
+    name: str
+    layers: int
+    matrices: int
+    expert_weights: int
+    experts: int
+    experts_per_token: int
+    attention: tuple[AttentionLayers, ...]
+    vocab: int
+    itemsize: int
+
+    @property
+    def stored_weights(self) -> int:
+        """Weights that a device has to hold, looked-up tables aside."""
+        return self.matrices + self.expert_weights
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied with."""
+        return self.matrices + self.expert_weights * self.experts_per_token / self.experts
+
+    def weight_bytes(self, tokens: float) -> float:
+        """Read by a step of `tokens` packed tokens, each of which wakes its experts independently and evenly."""
+        awake = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return (self.matrices + self.expert_weights * awake) * self.itemsize
+
+    def weight_flops(self, tokens: float) -> float:
+        """A multiplication and an addition per token and active weight."""
+        return 2 * tokens * self.active_weights
+
+    def kv_bytes(self, context: float) -> float:
+        """Cached keys and values that one row of `context` tokens reads in a step."""
+        return sum(a.count * a.kv_elements * a.seen(context) for a in self.attention) * self.itemsize
+
+    def attention_flops(self, context: float) -> float:
+        """Of one query token over `context` tokens."""
+        return sum(a.count * a.flops * a.seen(context) for a in self.attention)
+
+
+def shape_of(model: PreTrainedModel, name: str) -> ModelShape:
+    """The shape of a model, whether its weights are there or on the meta device."""
+    config = model.config.get_text_config(decoder=True)
+    experts = sum(w.numel() for key, w in model.named_parameters() if EXPERTS in key and w.dim() > 1)
+    counts = [getattr(config, key) for key in EXPERT_COUNTS if getattr(config, key, None)]
+    return ModelShape(
+        name=name,
+        layers=config.num_hidden_layers,
+        matrices=_matrices(model) - experts,
+        expert_weights=experts,
+        experts=counts[0] if experts else 1,
+        experts_per_token=config.num_experts_per_tok if experts else 1,
+        attention=_attention(config),
+        vocab=config.vocab_size,
+        itemsize=model.dtype.itemsize,
+    )
+
+
+def planned_shape(spec: str, dtype: torch.dtype) -> ModelShape:
+    """The shape of the model whose configuration `spec` names: a folder, a config.json or a Hub id.
+
+    Raises ValueError, in one sentence, where there is no such configuration or it is not of a decoder-only model."""
+    try:
+        config = AutoConfig.from_pretrained(spec)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"model {spec!r} has no configuration that can be read: {reason}") from error
+    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"model {spec!r} ({config.model_type}) is not a decoder-only language model: give one that is")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return shape_of(model, spec)
+
+
+def _matrices(model: PreTrainedModel) -> int:
+    """Numbers in all parameters of two dimensions or more, tied ones once, without tables that are only looked up."""
+    head = model.get_output_embeddings()
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {
+        id(getattr(head, "weight", None))
+    }
+    return sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in looked_up)
+
+
+def _attention(config: PreTrainedConfig) -> tuple[AttentionLayers, ...]:
+    """Layers of one kind together: a kind has its own window."""
+    kv_elements, flops = _per_token(config)
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    windows = [window if kind in (None, "sliding_attention") else None for kind in types]
+    return tuple(
+        AttentionLayers(len(list(alike)), kv_elements, flops, window)
+        for window, alike in itertools.groupby(sorted(windows, key=lambda w: w or 0))
+    )
+
+
+def _per_token(config: PreTrainedConfig) -> tuple[int, int]:
+    """Numbers cached per token and layer, and FLOPs per query and key: q k and the weighted sum of v, for each head."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
+        key = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return config.kv_lora_rank + config.qk_rope_head_dim, 2 * heads * (key + config.v_head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not config.new_decoder_architecture:  # Falcon; its newer one repeats
+        kv_heads = 1  # keys and values for every head before it caches them
+    return 2 * kv_heads * head_dim, 4 * heads * head_dim

@@ -1,0 +1,147 @@
+"""Runs the real decode loop in its steady state, where no row ends, and counts and times its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from eval.plan.measure import synchronize
+from specdec.cache import SlotCache
+from specdec.contracts import Draft, Drafter, Draws
+from specdec.loop import CHUNK, Batch
+from specdec.processors import Processors
+from specdec.registry import VERIFIERS, known
+from specdec.requests import Request
+from specdec.stats import PHASES
+from specdec.step import Step
+from specdec.stopping import Stops
+from specdec.target import HiddenContract, Target
+
+WARM_UP = 2  # decode steps that do not count
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Decode steps of one or more batches of `rows` rows each, all of them live all the time.
+
+    drafted, accepted: one entry per row and step.   seconds: by phase, over all `steps` steps.   context: mean cached
+    tokens of a row.   draft_length: 0 for plain decoding.
+    """
+
+    rows: int
+    draft_length: int
+    steps: int
+    drafted: list[int]
+    accepted: list[int]
+    seconds: dict[str, float]
+    context: float
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values()) / self.steps
+
+    @property
+    def mean_accepted_length(self) -> float:
+        return 1 + sum(self.accepted) / len(self.accepted)
+
+    @property
+    def mean_drafted(self) -> float:
+        return sum(self.drafted) / len(self.drafted)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.rows * self.mean_accepted_length / self.step_seconds
+
+    @staticmethod
+    def joined(parts: Sequence[Steady]) -> Steady:
+        """Batches of equal size and number of steps as one."""
+        return Steady(
+            rows=parts[0].rows,
+            draft_length=parts[0].draft_length,
+            steps=sum(part.steps for part in parts),
+            drafted=[count for part in parts for count in part.drafted],
+            accepted=[count for part in parts for count in part.accepted],
+            seconds={phase: sum(part.seconds[phase] for part in parts) for phase in PHASES},
+            context=float(np.mean([part.context for part in parts])),
+        )
+
+
+def steady(
+    model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
+) -> Steady:
+    """Greedy decoding of all `prompts` (token ids) in one batch: `steps` steps after its prefill and a short warm-up.
+
+    Stop tokens are ordinary tokens here. Raises ValueError where a prompt leaves no room for the steps."""
+    batch = _batch(model, drafter, draft_length, prompts, steps)
+    try:
+        with torch.no_grad():
+            while any(request.steps <= WARM_UP for request in batch.requests):
+                batch.step()
+            first = [len(request.stats.accepted) for request in batch.requests]
+            before = dict(batch.stats.seconds)
+            contexts = []
+            for _ in range(steps):
+                contexts.extend(batch.cache.lengths.values())
+                batch.step()
+    finally:
+        if drafter is not None:
+            drafter.release(list(batch.live))
+    rows = [request.stats for request in batch.requests]
+    return Steady(
+        rows=len(prompts),
+        draft_length=draft_length,
+        steps=steps,
+        drafted=[n for row, start in zip(rows, first, strict=True) for n in row.drafted[start:]],
+        accepted=[n for row, start in zip(rows, first, strict=True) for n in row.accepted[start:]],
+        seconds={phase: batch.stats.seconds[phase] - before[phase] for phase in PHASES},
+        context=float(np.mean(contexts)),
+    )
+
+
+def _batch(
+    model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
+) -> Batch:
+    target = _PhasedTarget(model)
+    prefill = len(prompts) + sum(map(len, prompts)) // CHUNK  # at most so many steps; rows that are ready decode on
+    longest = max(map(len, prompts)) + (prefill + WARM_UP + steps) * (draft_length + 1)
+    if longest > (target.max_positions or longest):
+        raise ValueError(
+            f"{steps} steps of {draft_length} drafted tokens after a prompt of {max(map(len, prompts))} may need "
+            f"{longest} positions and the model has {target.max_positions}: ask for fewer steps"
+        )
+    texts = [np.array(prompt, dtype=np.int64) for prompt in prompts]
+    return _PhasedBatch(
+        target=target,
+        drafter=drafter,
+        verifier=known(VERIFIERS, "greedy", "verifier")(),
+        processors=Processors(LogitsProcessorList(), target.vocab_size),
+        stops=Stops(StoppingCriteriaList()),
+        requests=[Request(row, row, row, text, 0, 2 * longest) for row, text in enumerate(texts)],  # none finishes
+        seed=0,
+        draft_length=draft_length,
+    )
+
+
+class _PhasedTarget(Target):
+    """Waits for the device after each forward, so that its time is not counted to the phase that reads the result."""
+
+    def forward(
+        self, step: Step, cache: SlotCache, hidden: HiddenContract | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        result = super().forward(step, cache, hidden)
+        synchronize(self.device)
+        return result
+
+
+class _PhasedBatch(Batch):
+    """Waits for the device after drafting, likewise."""
+
+    def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
+        proposed = super().propose(scored, draws)
+        synchronize(self.target.device)
+        return proposed

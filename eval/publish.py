@@ -1,0 +1,79 @@
+"""From a folder's results to its summary and reports, and the table on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from eval.cells import memory_line, phases_line
+from eval.divergence import divergences
+from eval.folder import Folder
+from eval.html import html
+from eval.report import markdown, terminal_table
+from eval.runs import sound
+from eval.summary import categories, plain_across_batch_sizes, table
+
+SUMMARY = "summary.json"
+
+
+def summarise(folder: Folder, complete: bool | None = None) -> dict[str, Any]:
+    """summary.json's content, from the results and what was measured beside them.
+
+    complete: whether the whole grid was run; None takes it from the last summary, where a killed run has left none."""
+    results = folder.read()
+    records = sound(results)
+    if complete is None:
+        complete = folder.read_json(SUMMARY, {}).get("complete", False)
+    unmeasured = [asdict(one) | {"tie": one.tie} for one in ([] if complete else divergences(records, None))]
+    return {
+        "rows": table(results),
+        "complete": complete,
+        "categories": categories(records),
+        "plain_across_batch_sizes": plain_across_batch_sizes(records),
+        "divergences": folder.read_json("divergences.json", unmeasured) if complete else unmeasured,
+        "memory": folder.read_json("memory.json", []),
+        "environment": folder.read_json("environment.json", {}),
+        "fidelity": _fidelity(folder),
+    }
+
+
+def publish(folder: Folder, complete: bool | None, to_wandb: bool) -> dict[str, Any]:
+    """Write the summary, report.md and report.html, and with `to_wandb` log them there. Returns the summary."""
+    summary = summarise(folder, complete)
+    traces = folder.read_json("traces.json", [])
+    folder.write_json(SUMMARY, summary)
+    folder.write_text("report.md", markdown(summary))
+    folder.write_text("report.html", html(summary, traces))
+    if to_wandb:
+        from eval.to_wandb import log  # slow to import
+
+        log(summary, folder)
+    return summary
+
+
+def _fidelity(folder: Folder) -> list[dict[str, Any]]:
+    """What `specdec fidelity` found, where its folder is this one or one inside it."""
+    files = sorted((*folder.path.glob("fidelity.json"), *folder.path.glob("*/fidelity.json")))
+    found = [folder.read_json(str(file.relative_to(folder.path))) for file in files]
+    return [
+        {"verdict": one["verdict"], "causes": one["causes"], "command": one["environment"]["command"]} for one in found
+    ]
+
+
+def show(summary: dict[str, Any], as_json: bool) -> None:
+    """On standard output the rows as JSON, or the table and below it where decode steps spend their time and memory."""
+    rows = summary["rows"]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console.print(terminal_table(rows))
+    for row in rows:
+        if row["phase_shares"]:
+            console.print(f"decode time of {phases_line(row, rows)}")
+    for memory in summary["memory"]:
+        console.print(f"memory of {memory_line(memory)}")

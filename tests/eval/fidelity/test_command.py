@@ -1,0 +1,123 @@
+"""`specdec fidelity` from its arguments to its folder and exit status, on a tiny model."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import eval.fidelity.command
+from specdec.cli import app
+from specdec.models import LoadedModel
+from tests.tiny_models import tiny
+from tests.toy_tokenizer import VOCAB, toy_tokenizer
+
+PROMPTS = ["abcabcabc", "xyxyxy", "12121212"]
+
+
+@pytest.fixture
+def model(monkeypatch):
+    model = tiny("llama", dtype=torch.float32, vocab=VOCAB)
+    loaded = LoadedModel(model, toy_tokenizer(), "tiny")
+    monkeypatch.setattr(eval.fidelity.command, "load_target", lambda *arguments: loaded)
+    return model
+
+
+@pytest.fixture
+def fidelity(tmp_path, model):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": f"p{n}", "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
+
+    def invoke(*options: str):
+        fixed = ["fidelity", "--prompts", str(path), "--batch-size", "2", "--max-new-tokens", "16", "--raw"]
+        return CliRunner().invoke(app, [*fixed, "--out", str(tmp_path / "out"), *options])
+
+    return invoke
+
+
+def report(tmp_path) -> dict:
+    return json.loads((tmp_path / "out" / "fidelity.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [([], 1.0), (["--temperature", "1"], None), (["--temperature", "1", "--verifier", "coupled"], 1.0)],
+)
+def test_a_correct_method_is_lossless(tmp_path, fidelity, options, rate):
+    result = fidelity("--drafter", "ngram:min_n=1", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("lossless within ")
+    found = report(tmp_path)
+    assert found["verdict"] == result.stdout.strip() and found["findings"] == []
+    assert [rung["requests"] for rung in found["rungs"]] == [3] * 6
+    assert found["exact_match"] == {"speculative": rate, "speculative, batched": rate}
+    assert found["causes"] == dict.fromkeys(("state", "rule", "batch", "precision", "unexplained"), 0)
+    assert bool(found["tests"]) == bool(options)
+    text = (tmp_path / "out" / "fidelity.md").read_text()
+    assert text.startswith(f"# Fidelity\n\n**{found['verdict']}**") and "unexplained 0" in text
+
+
+def test_a_lossy_rule_fails_and_says_so_first(tmp_path, fidelity):
+    result = fidelity("--drafter", "ngram:min_n=1", "--temperature", "1", "--verifier", "typical", "--samples", "4")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("NOT lossless") and "lossy" in result.stdout
+    kinds = {finding["kind"] for finding in report(tmp_path)["findings"]}
+    assert kinds >= {"lossy", "test"}  # the tests see it without being told
+
+
+def test_a_killed_run_continues_to_the_same_report(tmp_path, fidelity, monkeypatch):
+    whole = fidelity("--temperature", "1")
+    expected = report(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "whole")
+    true_observe, calls = eval.fidelity.command.observe, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return true_observe(*arguments)
+
+    monkeypatch.setattr(eval.fidelity.command, "observe", interrupted)
+    result = fidelity("--temperature", "1")
+    assert result.exit_code == 130 and "--resume" in result.stderr and "interrupted" in report(tmp_path)["verdict"]
+    monkeypatch.setattr(eval.fidelity.command, "observe", true_observe)
+    assert fidelity("--temperature", "1", "--resume").stdout == whole.stdout
+    assert report(tmp_path)["tests"] == expected["tests"]
+    refused = fidelity("--temperature", "0.5", "--resume")
+    assert refused.exit_code == 2 and "temperature" in refused.stderr
+
+
+def test_json_is_alone_on_standard_output(tmp_path, fidelity):
+    assert json.loads(fidelity("--json").stdout) == report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--samples", "2"], "greedy decoding has no seed"),
+        (["--verifier", "block"], "does not fit do_sample=False"),
+        (["--max-new-tokens", "250"], "256 positions"),
+        (["--drafter", "nope"], "known are"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path, fidelity, options, message):
+    result = fidelity(*options)
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_that_raises_fails_its_requests_and_not_the_run(tmp_path, fidelity, monkeypatch):
+    (tmp_path / "breaking.py").write_text(
+        "import specdec\n"
+        "class Breaking(specdec.BaseDrafter):\n"
+        "    def propose(self, rows, budget, draws):\n"
+        "        if len(rows.ids) == 1:\n"
+        "            raise RuntimeError('out of drafts')\n"
+        "        return specdec.Draft.empty(len(rows.ids), rows.device)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = fidelity("--drafter", "breaking:Breaking")
+    assert result.exit_code == 1 and "out of drafts" in result.stdout
+    found = report(tmp_path)
+    assert [rung["failed"] for rung in found["rungs"]] == [0, 0, 0, 0, 3, 1]
