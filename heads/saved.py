@@ -1,0 +1,136 @@
+"""Heads on disk: `config.json` beside `model.safetensors`, checked against the target they are loaded for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+logger = logging.getLogger("specdec")
+
+SHIPPED = Path(__file__).parent / "shipped"
+SAMPLES = 64  # values of each parameter that a fingerprint looks at
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits that tell one set of weights from another, the same whatever floating-point type they are held in.
+
+    Hashes a stride of every parameter, rounded to bfloat16."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        sample = values[:: max(1, len(values) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def write(folder: str | Path, kind: str, config: dict[str, Any], tensors: dict[str, Tensor], about: dict) -> None:
+    """Write a head to `folder`; what an earlier save left there is replaced only once the new files are complete."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, made / "model.safetensors"
+        )
+        described = {"kind": kind, **config, "about": about}
+        (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        folder.mkdir(exist_ok=True)
+        for file in ("model.safetensors", "config.json"):  # the file that readers open first comes last
+            os.replace(made / file, folder / file)
+    finally:
+        shutil.rmtree(made)
+
+
+def read(folder: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration (with `about`) and tensors of a saved head.
+
+    Raises FileNotFoundError for a folder without one and ValueError for a damaged file or another kind of head."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no head: give a folder that `specdec train {kind}` or save_pretrained wrote"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is not JSON ({error}): save the head again") from None
+    if config.get("kind") != kind:
+        raise ValueError(f"{folder} holds a head of kind {config.get('kind')!r}, not {kind!r}: give another folder")
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{folder / 'model.safetensors'} cannot be read ({error}): save or copy the head again"
+        ) from None
+    return {key: value for key, value in config.items() if key != "kind"}, tensors
+
+
+def check_fits(config: Any, about: dict[str, Any], model: PreTrainedModel, folder: str | Path) -> None:
+    """ValueError that names both sides where a head cannot belong to `model`; a warning where the shape fits but the
+    weights are others than those it was trained for."""
+    target = model.config.get_text_config(decoder=True)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    for name, theirs in (("hidden_size", target.hidden_size), ("vocab_size", vocabulary)):
+        if (ours := getattr(config, name)) != theirs:
+            raise ValueError(
+                f"the head in {folder} has {name} {ours} but the target {type(model).__name__} has {theirs}: "
+                f"use the target that it was trained for ({about.get('target', 'not recorded')})"
+            )
+    trained_for = about.get("target_fingerprint")
+    if trained_for is not None and trained_for != (found := fingerprint(model)):
+        logger.warning(
+            "the head in %s was trained for other weights (%s, %s) than this target's (%s): expect lower acceptance",
+            folder, about.get("target", "not recorded"), trained_for, found,
+        )  # fmt: skip
+
+
+def load_own(module: torch.nn.Module, tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Copy `tensors` into `module`'s parameters of the same names.
+
+    Raises ValueError that names what is missing, left over or of another shape."""
+    own = dict(module.named_parameters())
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the head in {folder} does not hold what its configuration says: missing {missing[:3]}, unknown "
+            f"{unknown[:3]}; save it again"
+        )
+    for name, parameter in own.items():
+        if tensors[name].shape != parameter.shape:
+            raise ValueError(
+                f"the head in {folder} has {name} {tuple(tensors[name].shape)} where its target asks for "
+                f"{tuple(parameter.shape)}: use the target that it was trained for"
+            )
+        parameter.data.copy_(tensors[name])
+
+
+def shipped(kind: str, model: PreTrainedModel) -> Path:
+    """The folder of the head of `kind` that comes with specdec for `model`: the same weights if there is one, else the
+    same shape. Raises ValueError, which says how to train one, where there is neither."""
+    configs = {path.parent: json.loads(path.read_text()) for path in sorted(SHIPPED.glob(f"*/{kind}/config.json"))}
+    target = model.config.get_text_config(decoder=True)
+    shape = (target.hidden_size, model.get_output_embeddings().weight.shape[0], target.model_type)
+    fitting = {
+        folder: config["about"]["target_fingerprint"]
+        for folder, config in configs.items()
+        if (config["hidden_size"], config["vocab_size"], config["about"]["target_type"]) == shape
+    }
+    if not fitting:
+        raise ValueError(
+            f"no {kind} head for this target comes with specdec: train one with `specdec train {kind}` and give it as "
+            f"{kind}:head=FOLDER"
+        )
+    ours = fingerprint(model)
+    return next((folder for folder, trained_for in fitting.items() if trained_for == ours), next(iter(fitting)))
