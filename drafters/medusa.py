@@ -64,7 +64,8 @@ class MedusaDrafter(BaseDrafter):
     def _candidates(self, states: Tensor, N: int) -> Tensor:
         """[b, N] tokens of the tree's first N nodes, given the states [b, D]."""
         depths, ranks = self.tree.depths[:N], self.tree.ranks[:N]
-        top = self.heads(states)[: max(depths) + 1].topk(max(ranks) + 1).indices  # [K, b, candidates]
+        logits = torch.stack([self.heads.head(i, states) for i in range(max(depths) + 1)])
+        top = logits.topk(max(ranks) + 1).indices  # [K, b, candidates]
         columns = top[depths, :, ranks].T
         return columns if self.heads.draft_ids is None else self.heads.draft_ids[columns]
 

@@ -231,7 +231,7 @@ def export(
     dtype: DTypeOption = "auto",
 ) -> None:
     """Write a head in another project's format, and compare what is read back with the head itself."""
-    known(COMMANDS, "export", "command")(folder, form, out, load_target(target, dtype, "cpu").model)
+    known(COMMANDS, "export", "command")(folder, form, out, load_target(target, dtype, "cpu").model, target)
 
 
 @bench.callback()

@@ -30,7 +30,7 @@ VERIFIERS = {
 }
 COMMANDS = {
     "eval": "eval.command:run",
-    "export": "heads.export:run",
+    "export": "heads.export:export",
     "train medusa": "train.medusa:main",
     "train mtp": "train.mtp:main",
     "train draft": "train.draft:main",
