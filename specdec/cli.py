@@ -58,14 +58,7 @@ def one_sentence_errors(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(**options: Any) -> None:
         try:
             command(**options)
-        except (
-            ValueError,
-            NotImplementedError,
-            ImportError,
-            FileNotFoundError,
-            FileExistsError,
-            FloatingPointError,
-        ) as error:
+        except (ValueError, NotImplementedError, ImportError, OSError, FloatingPointError) as error:
             if not _raised_by_us(error):
                 raise
             typer.echo(f"specdec: {error}", err=True)
@@ -260,6 +253,31 @@ def bench_step(
         batch_size=batch_size,
         draft_length=draft_length,
         context=context,
+        repeats=repeats,
+        as_json=as_json,
+    )
+
+
+@bench.command("train")
+@one_sentence_errors
+def bench_train(
+    kind: Annotated[str, typer.Argument(help="medusa or mtp.")],
+    target: Target = "demo",
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples.")] = 8,
+    draft_vocab_size: Annotated[int, typer.Option(min=1, help="Ids that the head can propose.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=2, help="Rounds; both are timed once in each.")] = 7,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Time a training step beside the bare forward and backward of the same modules."""
+    known(COMMANDS, "bench train", "command")(
+        kind=kind,
+        target=target,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+        draft_vocab_size=draft_vocab_size,
         repeats=repeats,
         as_json=as_json,
     )
