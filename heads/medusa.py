@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads.projection import Projection, checked_ids
-from heads.saved import check_fits, load_own, read, write
+from heads.saved import check_fits, load_own, read, saved_tensors, write
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class MedusaHeads(nn.Module):
         self, folder: str | Path, about: dict[str, Any] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Write config.json and model.safetensors, atomically. about: what a reader wants to know (target, recipe)."""
-        tensors = {name: parameter.to(dtype or parameter.dtype) for name, parameter in self.named_parameters()}
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
+        tensors = saved_tensors(self, dtype)
         write(folder, "medusa", asdict(self.config), tensors, self.about if about is None else about)
 
     @classmethod

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from heads.projection import Projection, checked_ids, head_rows
-from heads.saved import check_fits, load_own, read, write
+from heads.saved import check_fits, load_own, read, saved_tensors, write
 from heads.submodel import layers_of, submodel
 from specdec.compat import cache_argument
 
@@ -156,9 +156,7 @@ class MTPHead(nn.Module):
         self, folder: str | Path, about: dict[str, Any] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Write config.json and model.safetensors, atomically. about: what a reader wants to know (target, recipe)."""
-        tensors = {name: parameter.to(dtype or parameter.dtype) for name, parameter in self.named_parameters()}
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
+        tensors = saved_tensors(self, dtype)
         write(folder, "mtp", asdict(self.config), tensors, self.about if about is None else about)
 
     @classmethod

@@ -44,6 +44,7 @@ def write(folder: str | Path, kind: str, config: dict[str, Any], tensors: dict[s
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, made / "model.safetensors"
         )
+        (made / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
         described = {"kind": kind, **config, "about": about}
         (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         folder.mkdir(exist_ok=True)
@@ -96,24 +97,33 @@ def check_fits(config: Any, about: dict[str, Any], model: PreTrainedModel, folde
         )  # fmt: skip
 
 
+def saved_tensors(head: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """What a head keeps on disk: its state, floating-point numbers as `dtype` (None = as they are), and `draft_ids`."""
+    tensors = {
+        name: tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in head.state_dict().items()
+    }
+    return tensors if head.draft_ids is None else tensors | {"draft_ids": head.draft_ids}
+
+
 def load_own(module: torch.nn.Module, tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Copy `tensors` into `module`'s parameters of the same names.
+    """Copy `tensors` into `module`'s parameters and buffers of the same names.
 
     Raises ValueError that names what is missing, left over or of another shape."""
-    own = dict(module.named_parameters())
+    own = module.state_dict()
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unknown:
         raise ValueError(
             f"the head in {folder} does not hold what its configuration says: missing {missing[:3]}, unknown "
             f"{unknown[:3]}; save it again"
         )
-    for name, parameter in own.items():
-        if tensors[name].shape != parameter.shape:
+    for name, tensor in own.items():
+        if tensors[name].shape != tensor.shape:
             raise ValueError(
                 f"the head in {folder} has {name} {tuple(tensors[name].shape)} where its target asks for "
-                f"{tuple(parameter.shape)}: use the target that it was trained for"
+                f"{tuple(tensor.shape)}: use the target that it was trained for"
             )
-        parameter.data.copy_(tensors[name])
+        tensor.copy_(tensors[name])
 
 
 def shipped(kind: str, model: PreTrainedModel) -> Path:

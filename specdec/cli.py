@@ -225,6 +225,7 @@ def export(
 ) -> None:
     """Write a head in another project's format, and compare what is read back with the head itself."""
     known(COMMANDS, "export", "command")(folder, form, out, load_target(target, dtype, "cpu").model, target)
+    typer.echo(f"{out}: {folder} as {form}, read back and equal")
 
 
 @bench.callback()

@@ -38,6 +38,17 @@ def test_round_trip(kind, ids, model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["head"]  # no temporary folder is left
 
 
+def test_buffers_are_kept(tmp_path):
+    """DeepSeek's routing bias is a buffer: it must not come back as the target's."""
+    model = tiny("deepseek_v3")
+    head = random_head(model)
+    [bias] = [buffer for name, buffer in head.named_buffers() if name.endswith("e_score_correction_bias")]
+    bias.add_(torch.arange(len(bias)))
+    head.save_pretrained(tmp_path)
+    again = dict(MTPHead.from_pretrained(tmp_path, model).named_buffers())
+    assert all(torch.equal(buffer, again[name]) for name, buffer in head.named_buffers())
+
+
 def test_smaller_dtype_on_disk(model, tmp_path):
     head = random_heads(model)
     head.save_pretrained(tmp_path, dtype=torch.bfloat16)
