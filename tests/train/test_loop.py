@@ -193,6 +193,7 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     data = toy_data(settings(tmp_path))
 
     def twice() -> None:
@@ -200,8 +201,11 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     data.batches.calls[5] = twice
-    with pytest.raises(KeyboardInterrupt):
-        run(settings(tmp_path), data)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(settings(tmp_path), data)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_nan_stops_before_it_reaches_the_weights(tmp_path: Path) -> None:
