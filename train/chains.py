@@ -132,7 +132,7 @@ class ChainRecipe(ABC):
         row_BT = torch.zeros_like(batch.tokens).masked_scatter_(
             asked, torch.arange(batch.tokens.numel(), device=asked.device)
         )
-        return TargetLaw.of(self.target_logits(batch.hidden[asked]), self.draft_ids), row_BT
+        return TargetLaw.of(self.target_logits(batch.hidden[asked]), self.draft_ids, self.loss_name), row_BT
 
 
 def ahead(values_BT: Tensor, n: int) -> Tensor:

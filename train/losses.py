@@ -34,21 +34,22 @@ LossName = Literal["ce", "ce_data", "kl", "reverse_kl", "tv", "neg_log_alpha", "
 class TargetLaw:
     """p at n places, as far as the losses need it, taken as constant.
 
-    log_p: [n, Vd] at the drafter's ids, normalised over all of V.   top: [n] int64 argmax p.
+    log_p: [n, Vd] at the drafter's ids, normalised over all of V.   top: [n] int64 argmax p, for the loss "ce" alone.
     """
 
     log_p: Tensor
-    top: Tensor
+    top: Tensor | None
 
     @staticmethod
-    def of(logits: Tensor, draft_ids: Tensor | None = None) -> TargetLaw:
-        """From the target's logits [n, V]."""
+    def of(logits: Tensor, draft_ids: Tensor | None, loss: LossName) -> TargetLaw:
+        """From the target's logits [n, V], for `loss`."""
         logits = _wide(logits.detach())
         known = logits if draft_ids is None else logits[:, draft_ids]
-        return TargetLaw(known - logits.logsumexp(-1, keepdim=True), logits.argmax(-1))
+        top = logits.argmax(-1) if loss == "ce" else None
+        return TargetLaw(known - logits.logsumexp(-1, keepdim=True), top)
 
     def __getitem__(self, places: Tensor) -> TargetLaw:
-        return TargetLaw(self.log_p[places], self.top[places])
+        return TargetLaw(self.log_p[places], None if self.top is None else self.top[places])
 
 
 def token_losses(
