@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor, Temperatur
 
 from eval.bench_verify import peaked
 from eval.environment import environment
+from eval.timing import interleaved
 from specdec.contracts import Draft, Scores
 from specdec.draws import make_draws
 from specdec.models import load_target
@@ -109,20 +109,6 @@ def process(processors: list, logits: Tensor, columns: list[np.ndarray], draft: 
     """p at every position."""
     V = logits.shape[-1]
     Processors(LogitsProcessorList(processors), V).apply(logits, Prefixes(columns, range(len(columns)), draft))
-
-
-def interleaved(parts: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each part in each of `repeats` rounds, after one that does not count."""
-    seconds: dict[str, list[float]] = {part: [] for part in parts}
-    for number in range(repeats + 1):
-        for part, call in parts.items():
-            started = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number:
-                seconds[part].append(time.perf_counter() - started)
-    return seconds
 
 
 def summary(part: str, seconds: list[float], forward_seconds: float) -> dict[str, Any]:

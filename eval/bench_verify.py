@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from eval.environment import environment
+from eval.timing import interleaved
 from specdec.contracts import Draft, Scores, Verdict
 from verifiers.kernels.block import block, block_reference
 from verifiers.kernels.choice import coupled, coupled_reference, greedy, greedy_reference
@@ -165,12 +165,7 @@ def peaked(B: int, N: int, V: int, device: torch.device) -> tuple[Tensor, Tensor
 
 def on_cpu(calls: Mapping[Hashable, Callable]) -> dict[Hashable, float]:
     """Median seconds of each call."""
-    seconds: dict[Hashable, list[float]] = {key: [] for key in calls}
-    for _ in range(REPEATS["cpu"]):
-        for key, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[key].append(time.perf_counter() - start)
+    seconds = interleaved(calls, REPEATS["cpu"], torch.device("cpu"))
     return {key: statistics.median(values) for key, values in seconds.items()}
 
 

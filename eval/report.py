@@ -91,7 +91,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "# Evaluation",
         f"Command: `{environment['command']}`",
         *([] if summary["complete"] else ["**Interrupted: the numbers below are of the batches that were finished.**"]),
-        _markdown_table(list(COLUMNS), [[cell(row) for cell in COLUMNS.values()] for row in rows]),
+        markdown_table(list(COLUMNS), [[cell(row) for cell in COLUMNS.values()] for row in rows]),
         MEANINGS,
         "## Where decode steps spend their time",
         "Share of draft (propose and observe), forward (the target), verify (processors and rule) and loop (the rest).",
@@ -130,7 +130,7 @@ def _divergences(divergences: Sequence[Row]) -> str:
         [*(str(found[name]) for name in names), _small(found["margin"]), _small(found["gap"])] for found in divergences
     ]
     header = ["method", "batch", "request", "position", "token", "plain's token", "margin", "gap"]
-    return f"{explanation}\n\n{_markdown_table(header, cells)}"
+    return f"{explanation}\n\n{markdown_table(header, cells)}"
 
 
 def _across(found: dict[str, int]) -> str:
@@ -144,6 +144,7 @@ def _small(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

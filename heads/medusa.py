@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.projection import Projection, checked_ids
-from heads.saved import check_fits, load_own, read, saved_tensors, write
+from heads.projection import Projection
+from heads.saved import SavedHead
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class MedusaConfig:
             raise ValueError(f"medusa heads read the post_norm state, not {self.hidden_contract!r}")
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(SavedHead):
     """K heads on the target's final (post-norm) state h_t. Head i, counted from 0, predicts token t + 2 + i; token
     t + 1 is the target's own to give.
 
@@ -46,11 +44,11 @@ class MedusaHeads(nn.Module):
     model:     the target, for its output head. draft_ids: [Vd] int64 sorted target ids, for a reduced vocabulary.
     """
 
+    kind, config_class = "medusa", MedusaConfig
+
     def __init__(self, config: MedusaConfig, model: PreTrainedModel, draft_ids: Tensor | None = None):
-        super().__init__()
-        self.config, self.about = config, {}
+        super().__init__(config, model, draft_ids)
         weight = model.get_output_embeddings().weight
-        self.register_buffer("draft_ids", checked_ids(config, draft_ids, weight.device), persistent=False)
         D, at = config.hidden_size, {"device": weight.device, "dtype": weight.dtype}
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(D, D, **at) for _ in range(config.layers)) for _ in range(config.heads)
@@ -74,22 +72,3 @@ class MedusaHeads(nn.Module):
         for block in self.blocks[i]:
             hidden = hidden + nn.functional.silu(block(hidden))
         return self.projections[i](hidden) if self.config.own_projection else self._shared(hidden)
-
-    def save_pretrained(
-        self, folder: str | Path, about: dict[str, Any] | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Write config.json and model.safetensors, atomically. about: what a reader wants to know (target, recipe)."""
-        tensors = saved_tensors(self, dtype)
-        write(folder, "medusa", asdict(self.config), tensors, self.about if about is None else about)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel) -> MedusaHeads:
-        """The heads in `folder` on the target's device, in its dtype. Raises ValueError where they do not fit it."""
-        saved, tensors = read(folder, "medusa")
-        about = saved.pop("about")
-        config = MedusaConfig(**saved)
-        check_fits(config, about, model, folder)
-        heads = cls(config, model, tensors.pop("draft_ids", None))
-        load_own(heads, tensors, folder)
-        heads.about = about
-        return heads.eval()

@@ -7,16 +7,15 @@ predicts x_{t+2}; each further depth puts the next token's embedding and the sta
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from heads.projection import Projection, checked_ids, head_rows
-from heads.saved import check_fits, load_own, read, saved_tensors, write
+from heads.projection import Projection, head_rows
+from heads.saved import SavedHead
 from heads.submodel import layers_of, submodel
 from specdec.compat import cache_argument
 
@@ -92,18 +91,17 @@ class MTPStage(nn.Module):
         return self.fc(torch.cat(halves if self.config.concat == "embedding_first" else halves[::-1], dim=-1))
 
 
-class MTPHead(nn.Module):
+class MTPHead(SavedHead):
     """`config.layers` stages on a target.
 
     model:     the target, for its embedding, its output head and the kind of its layers.
     draft_ids: [Vd] int64 sorted target ids, for a reduced vocabulary.
     """
 
+    kind, config_class = "mtp", MTPConfig
+
     def __init__(self, config: MTPConfig, model: PreTrainedModel, draft_ids: Tensor | None = None):
-        super().__init__()
-        self.config, self.about = config, {}
-        device = model.get_output_embeddings().weight.device
-        self.register_buffer("draft_ids", checked_ids(config, draft_ids, device), persistent=False)
+        super().__init__(config, model, draft_ids)
         self.stages = nn.ModuleList(MTPStage(config, model, self.draft_ids) for _ in range(config.layers))
         self.project = Projection(model, self.draft_ids)
         object.__setattr__(self, "embed", model.get_input_embeddings())  # the target's: neither trained nor saved
@@ -151,25 +149,6 @@ class MTPHead(nn.Module):
             ).last_hidden_state
             states.append(state)
         return states
-
-    def save_pretrained(
-        self, folder: str | Path, about: dict[str, Any] | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Write config.json and model.safetensors, atomically. about: what a reader wants to know (target, recipe)."""
-        tensors = saved_tensors(self, dtype)
-        write(folder, "mtp", asdict(self.config), tensors, self.about if about is None else about)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel) -> MTPHead:
-        """The head in `folder` on the target's device, in its dtype. Raises ValueError where it does not fit it."""
-        saved, tensors = read(folder, "mtp")
-        about = saved.pop("about")
-        config = MTPConfig(**saved)
-        check_fits(config, about, model, folder)
-        head = cls(config, model, tensors.pop("draft_ids", None))
-        load_own(head, tensors, folder)
-        head.about = about
-        return head.eval()
 
 
 def _window(stage: MTPStage) -> int | None:

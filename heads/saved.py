@@ -8,19 +8,58 @@ import logging
 import os
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from heads.projection import checked_ids
 
 logger = logging.getLogger("specdec")
 
 SHIPPED = Path(__file__).parent / "shipped"
 SAMPLES = 64  # values of each parameter that a fingerprint looks at
+
+
+class SavedHead(nn.Module):
+    """What is saved and loaded alike whatever the head: its configuration, `about` and its own weights.
+
+    kind:  how config.json names it.   config_class: of its configuration.
+    about: what a reader of a saved head wants to know (target, recipe, accuracies).
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type]
+
+    def __init__(self, config: Any, model: PreTrainedModel, draft_ids: Tensor | None = None):
+        super().__init__()
+        self.config, self.about = config, {}
+        device = model.get_output_embeddings().weight.device
+        self.register_buffer("draft_ids", checked_ids(config, draft_ids, device), persistent=False)
+
+    def save_pretrained(
+        self, folder: str | Path, about: dict[str, Any] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Write config.json and model.safetensors, atomically. dtype: of the weights on disk, None = as they are."""
+        tensors = saved_tensors(self, dtype)
+        write(folder, self.kind, asdict(self.config), tensors, self.about if about is None else about)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel) -> Self:
+        """The head in `folder` on the target's device, in its dtype. Raises ValueError where it does not fit it."""
+        saved, tensors = read(folder, cls.kind)
+        about = saved.pop("about")
+        config = cls.config_class(**saved)
+        check_fits(config, about, model, folder)
+        head = cls(config, model, tensors.pop("draft_ids", None))
+        load_own(head, tensors, folder)
+        head.about = about
+        return head.eval()
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -97,7 +136,7 @@ def check_fits(config: Any, about: dict[str, Any], model: PreTrainedModel, folde
         )  # fmt: skip
 
 
-def saved_tensors(head: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def saved_tensors(head: SavedHead, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """What a head keeps on disk: its state, floating-point numbers as `dtype` (None = as they are), and `draft_ids`."""
     tensors = {
         name: tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor
@@ -106,7 +145,7 @@ def saved_tensors(head: torch.nn.Module, dtype: torch.dtype | None) -> dict[str,
     return tensors if head.draft_ids is None else tensors | {"draft_ids": head.draft_ids}
 
 
-def load_own(module: torch.nn.Module, tensors: dict[str, Tensor], folder: str | Path) -> None:
+def load_own(module: nn.Module, tensors: dict[str, Tensor], folder: str | Path) -> None:
     """Copy `tensors` into `module`'s parameters and buffers of the same names.
 
     Raises ValueError that names what is missing, left over or of another shape."""

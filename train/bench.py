@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from eval.bench_step import interleaved
 from eval.environment import environment
+from eval.timing import interleaved
 from specdec.models import load_target
 from train.batches import Batch, Example, padded
 from train.chains import ChainRecipe, ahead

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from eval.report import markdown_table
 from train.acceptance import ACCEPTANCE_FILE
 from train.curves import Curves, Line, plot, read_curves, read_lines
 from train.log import METRICS_FILE
@@ -166,7 +167,7 @@ def _training(curves: Curves) -> str:
     depths = [f"top-1, depth {depth}" for depth in range(1, len(curves.kept.top1) + 1)]
     return (
         f"![loss and accuracy against training tokens]({CURVES_FILE})\n\n"
-        f"{_table(['training tokens', 'held-out loss', *depths], cells)}\n\n"
+        f"{markdown_table(['training tokens', 'held-out loss', *depths], cells)}\n\n"
         f"Top-1: how often a depth's arg-max is the text's token, whether or not earlier depths are right. The weights "
         f"are those of the evaluation with the lowest loss, {curves.kept.loss:.3f} after {curves.kept.tokens:,} tokens."
     )
@@ -187,7 +188,7 @@ ACCEPTANCE_COLUMNS: dict[str, Callable[[Line], str]] = {
 def _acceptance(rows: Sequence[Line]) -> str:
     cells = [[cell(row) for cell in ACCEPTANCE_COLUMNS.values()] for row in rows]
     return (
-        f"{_table(list(ACCEPTANCE_COLUMNS), cells)}\n\n"
+        f"{markdown_table(list(ACCEPTANCE_COLUMNS), cells)}\n\n"
         "Accepted length: accepted drafted tokens + 1 per decode step. Acceptance: accepted / drafted tokens. By "
         "depth: the share of steps that accepted a token there among those that did at all depths before; a path that "
         "ended at a leaf of a tree counts as rejected there."
@@ -206,7 +207,7 @@ def _agreement(trained: Trained) -> str:
     return (
         "Arg-max chains at every place of the held-out texts, as the training code computes them and as the engine "
         "drafts them: right at this depth, of those that were right at all depths before.\n\n"
-        f"{_table(['depth', 'training', 'engine', 'difference in points'], cells)}"
+        f"{markdown_table(['depth', 'training', 'engine', 'difference in points'], cells)}"
     )
 
 
@@ -239,7 +240,3 @@ def _limits(curves: Curves, acceptance: Sequence[Line]) -> str:
         f"highest mean accepted length is {extreme(max)}, the lowest {extreme(min)}. The arg-max misses the text's "
         f"token in {misses}. {trend}"
     )
-
-
-def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))

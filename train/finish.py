@@ -12,13 +12,13 @@ from heads.saved import fingerprint
 from specdec.contracts import Drafter
 from specdec.models import LoadedModel
 from train.acceptance import evaluate_acceptance
-from train.batches import Batches, Example
+from train.batches import Batch, Batches, Example
 from train.card import Trained, write_card
 from train.chains import ChainRecipe, ChainSettings, head_accuracies
 from train.data import TrainPrompt
 from train.loop import Data
 from train.replay import Accuracy, replayed_accuracy
-from train.states import ComputedStates
+from train.states import States
 
 TOGETHER = 8  # held-out prompts that are answered, or replayed, together
 
@@ -30,16 +30,18 @@ def finish(
     loaded: LoadedModel,
     training: Sequence[Example],
     held_out: Sequence[Example],
+    states: States,
     drafters: Callable[[Path, LoadedModel], dict[str, tuple[Drafter, int]]],
 ) -> Path:
     """Write OUT/head: weights, configuration and README.md. Returns that folder.
 
+    states: the target's, of `held_out`.
     drafters: from that folder, what to try out: by name, each with its draft length; the first one drafts chains."""
     peak = peak_bytes(loaded.model.device)
     folder, out = Path(settings.out) / "head", Path(settings.out)
     recipe.module.eval()
     tried = held_out[: settings.acceptance_prompts]
-    batches = every_batch(held_out, settings, loaded)
+    batches = every_batch(held_out, states, settings, loaded)
     about = {
         "target": settings.target,
         "target_type": loaded.model.config.get_text_config(decoder=True).model_type,
@@ -54,7 +56,7 @@ def finish(
     made = drafters(folder, loaded)
     chain, _ = next(iter(made.values()))
     agreement = (
-        training_accuracy(recipe, every_batch(tried, settings, loaded)),
+        training_accuracy(recipe, every_batch(tried, states, settings, loaded)),
         replayed_accuracy(loaded.model, chain, tried, recipe.depths, TOGETHER),
     )
     prompts = [TrainPrompt(example.id, example.tokens[: example.response_start]) for example in tried]
@@ -74,14 +76,14 @@ def finish(
     return folder
 
 
-def every_batch(chosen: Sequence[Example], settings: ChainSettings, loaded: LoadedModel):
-    """All of `chosen` once, in this process alone, with the target's states."""
-    data = Data(Batches(chosen, settings.batch_size, settings.seed), ComputedStates(loaded.model, "post_norm"))
+def every_batch(chosen: Sequence[Example], states: States, settings: ChainSettings, loaded: LoadedModel) -> list[Batch]:
+    """All of `chosen`, the first of the examples that `states` knows, once and in this process alone."""
+    data = Data(Batches(chosen, settings.batch_size, settings.seed), states)
     return [data.batch_at(step, loaded.model.device) for step in range(data.batches.per_epoch)]
 
 
 @torch.no_grad()
-def training_accuracy(recipe: ChainRecipe, batches: Sequence) -> Accuracy:
+def training_accuracy(recipe: ChainRecipe, batches: Sequence[Batch]) -> Accuracy:
     """How far the recipe's arg-max chains follow the texts, by the training code."""
     found = Accuracy.none(recipe.depths)
     for batch in batches:

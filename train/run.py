@@ -9,6 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import Tensor
 
+from eval.methods import Request
 from specdec.contracts import Drafter
 from specdec.models import LoadedModel, load_target
 from train import data
@@ -59,7 +60,7 @@ def run(
             print(f"specdec: interrupted; {settings.out} keeps step {outcome.step}, --resume goes on", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if accelerator.is_main_process:
-        folder = finish(settings, kind, recipe, loaded, training, held_out, drafters)
+        folder = finish(settings, kind, recipe, loaded, training, held_out, parts["held_out"].states, drafters)
         print(f"specdec: {folder} holds what was trained and its card, README.md", file=sys.stderr)
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -101,5 +102,4 @@ def vocabulary(loaded: LoadedModel) -> int:
 
 def special_ids(loaded: LoadedModel) -> set[int]:
     """Ids that a reduced vocabulary always has: the tokenizer's special tokens and what ends an answer."""
-    stops = loaded.model.generation_config.eos_token_id
-    return {*loaded.tokenizer.all_special_ids, *([] if stops is None else [stops] if isinstance(stops, int) else stops)}
+    return {*loaded.tokenizer.all_special_ids, *Request.of(loaded.model, {}, 0).stops}

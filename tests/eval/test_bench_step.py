@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from eval import bench_step
+from eval import bench_step, timing
 from specdec.models import LoadedModel
 from tests.tiny_models import tiny
 
@@ -36,7 +36,7 @@ def test_every_part_is_timed_and_shares_are_of_the_forward(loaded, capsys):
 
 def test_the_first_round_does_not_count():
     calls = []
-    seconds = bench_step.interleaved(
+    seconds = timing.interleaved(
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, torch.device("cpu")
     )
     assert "".join(calls) == "ababab"
