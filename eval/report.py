@@ -42,6 +42,7 @@ def section_text(section: Section) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def markdown_table(header: list[str], cells: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

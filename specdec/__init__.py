@@ -4,6 +4,7 @@
 `BaseDrafter` and `Draft` are what a drafter of one's own is made of. The console script `specdec` does the rest.
 """
 
+from specdec.batching import Finished, stream_batch
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.generation import generate, speculate
 from specdec.stats import Stats
@@ -15,6 +16,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "Draws",
+    "Finished",
     "Rows",
     "Scores",
     "Stats",
@@ -23,4 +25,5 @@ __all__ = [
     "Verifier",
     "generate",
     "speculate",
+    "stream_batch",
 ]

@@ -146,8 +146,9 @@ class SlotCache(Cache):
         row_starts: (row id, slot of the root) per row of `path` [B, P] (node indices, -1 = none)."""
         placed = torch.tensor([(self.place(row), start + 1) for row, start in row_starts], device=path.device)
         places, first = placed[:, :1], placed[:, 1:]
-        target = first + torch.arange(path.shape[1], device=path.device)
-        source = torch.where(path >= 0, first + path, target)  # a missing node copies onto itself
+        # A missing node copies onto itself; where a row ends before the longest path would, onto the padding slot.
+        target = (first + torch.arange(path.shape[1], device=path.device)).clamp(max=self.capacity)
+        source = torch.where(path >= 0, first + path, target)
         for layer in self._filled_layers():
             layer.move_slots(places, source, target)
 

@@ -90,7 +90,6 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "output_logits": config.output_logits,
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
-        "prefill_chunk_size": config.prefill_chunk_size is not None,
         "cache_implementation": config.cache_implementation is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_early_exit": config.assistant_early_exit is not None,

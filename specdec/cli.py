@@ -20,7 +20,9 @@ from specdec.streaming import TokenPrinter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Speculative decoding: try it, then measure it.")
 bench = typer.Typer(no_args_is_help=True)
+train = typer.Typer(no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 Target = Annotated[
     str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' for the small model that `make demo` installs.")
@@ -42,8 +44,8 @@ TopK = Annotated[
 TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass. Off unless given.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")]
 DRAFTER_HELP = (
-    "ngram, ngram:max_n=3,length=8 (length is the draft length), draft_model:model=PATH, draft_model:layers=6, or your "
-    "own as module:Class"
+    "ngram, ngram:max_n=3,length=8 (length is the draft length), medusa, medusa:head=DIR, medusa:nodes=12,length=12 (a "
+    "tree), mtp, mtp:head=DIR, draft_model:model=PATH, draft_model:layers=6, or your own as module:Class"
 )
 
 
@@ -56,7 +58,7 @@ def one_sentence_errors(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(**options: Any) -> None:
         try:
             command(**options)
-        except (ValueError, NotImplementedError, ImportError, FileNotFoundError, FileExistsError) as error:
+        except (ValueError, NotImplementedError, ImportError, OSError, FloatingPointError) as error:
             if not _raised_by_us(error):
                 raise
             typer.echo(f"specdec: {error}", err=True)
@@ -94,7 +96,10 @@ def generate(
     target: Target = "demo",
     drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
     max_new_tokens: MaxNewTokens = 128,
-    draft_length: DraftLength = 5,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(help="Drafted tokens per step, at most; 0 is plain decoding. As many as pay unless given."),
+    ] = None,
     verifier: VerifierName = "auto",
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -110,7 +115,8 @@ def generate(
         raise ValueError("--prompt is empty: give it some text")
     sampling = sampling_arguments(temperature, top_k, top_p)
     fitting_verifier(known(VERIFIERS, verifier, "verifier"), sampling["do_sample"])
-    check_draft_length(draft_length)
+    if draft_length is not None:
+        check_draft_length(draft_length)
     spec = DrafterSpec.parse(drafter)
     loaded = load_target(target, dtype, device)
     chosen = build_drafter(spec, loaded)
@@ -222,9 +228,94 @@ def evaluate(
     )
 
 
+@train.callback()
+def _recipes() -> None:
+    """Train heads, or a draft model, on the target's own answers. `specdec train RECIPE --help` lists the settings."""
+
+
+def _add_recipe(name: str, described: str) -> None:
+    """`specdec train NAME`: its arguments go on to the recipe, which is also a module for `accelerate launch`."""
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @train.command(name, context_settings=passed_on, help=described)
+    @one_sentence_errors
+    def recipe(context: typer.Context) -> None:
+        known(COMMANDS, f"train {name}", "command")(context.args)
+
+
+_add_recipe("medusa", "Medusa heads: one more output head per token ahead.")
+_add_recipe("mtp", "A multi-token-prediction head: one more decoder layer, applied again for each token ahead.")
+_add_recipe("draft", "A small draft model, distilled from some of the target's layers.")
+
+
+@app.command()
+@one_sentence_errors
+def export(
+    folder: Annotated[Path, typer.Argument(help="Folder of a trained head, such as OUT/head.")],
+    form: Annotated[str, typer.Option("--format", help="vllm-medusa, fasterdecoding or native-mtp.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    target: Target = "demo",
+    dtype: DTypeOption = "auto",
+) -> None:
+    """Write a head in another project's format, and compare what is read back with the head itself."""
+    known(COMMANDS, "export", "command")(folder, form, out, load_target(target, dtype, "cpu").model, target)
+    typer.echo(f"{out}: {folder} as {form}, read back and equal")
+
+
 @bench.callback()
 def _parts() -> None:
     """Time parts on their own."""
+
+
+@bench.command("step")
+@one_sentence_errors
+def bench_step(
+    target: Target = "demo",
+    batch_size: Annotated[int, typer.Option(help="Rows.")] = 8,
+    draft_length: DraftLength = 5,
+    context: Annotated[int, typer.Option(help="Cached tokens per row.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Rounds; every part is timed once in each.")] = 9,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Time the parts of a step beside the target's forward: verification rules and logits processors."""
+    check_draft_length(draft_length)
+    known(COMMANDS, "bench step", "command")(
+        target=target,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+        draft_length=draft_length,
+        context=context,
+        repeats=repeats,
+        as_json=as_json,
+    )
+
+
+@bench.command("train")
+@one_sentence_errors
+def bench_train(
+    kind: Annotated[str, typer.Argument(help="medusa or mtp.")],
+    target: Target = "demo",
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples.")] = 8,
+    draft_vocab_size: Annotated[int, typer.Option(min=1, help="Ids that the head can propose.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=2, help="Rounds; both are timed once in each.")] = 7,
+    dtype: DTypeOption = "auto",
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Time a training step beside the bare forward and backward of the same modules."""
+    known(COMMANDS, "bench train", "command")(
+        kind=kind,
+        target=target,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+        draft_vocab_size=draft_vocab_size,
+        repeats=repeats,
+        as_json=as_json,
+    )
 
 
 @bench.command("verify")

@@ -73,10 +73,6 @@ class Scores:
         """[R] log-normaliser of `logits`, computed once however many rules ask."""
         return torch.logsumexp(self.logits, dim=-1)
 
-    def argmax(self) -> Tensor:
-        """[B, N + 1] the most probable token at each node."""
-        return self.logits.argmax(-1)[self.index]
-
     def log_prob(self, tokens_BN: Tensor) -> Tensor:
         """[B, N] log p of tokens_BN[b, j] at node j: for a chain, of drafted token j given its prefix."""
         rows_BN = self.index[:, : tokens_BN.shape[1]]

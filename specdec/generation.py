@@ -8,17 +8,23 @@ honour yet it refuses by name, before anything is computed.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from specdec.budget import Budget
 from specdec.call_checks import (
     check_draft_length,
     check_positions,
@@ -27,15 +33,18 @@ from specdec.call_checks import (
     refuse_unsupported,
 )
 from specdec.contracts import Drafter, Verifier
-from specdec.loop import Batch, OnCommit
+from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.loop import CHUNK, Batch, OnCommit
+from specdec.models import LoadedModel
 from specdec.processors import Processors
-from specdec.registry import DRAFTERS, VERIFIERS, known
+from specdec.registry import VERIFIERS, known
 from specdec.requests import Request
 from specdec.stats import Stats
 from specdec.stopping import Stops
 from specdec.target import Target
 
-DRAFT_LENGTH = 5
+DRAFT_LENGTH = 5  # where it is fixed and nobody says
+LONGEST = 8  # where it is learned
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -50,26 +59,33 @@ def generate(
     *,
     drafter: str | Drafter | None = "ngram",
     verifier: str | Verifier = "auto",
-    draft_length: int = DRAFT_LENGTH,
+    draft_length: int | None = None,
     seed: int | None = None,
     request_ids: Sequence[int] | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     on_commit: OnCommit | None = None,
+    max_batch: int | None = None,
     return_stats: bool = False,
     **kwargs: Any,
 ) -> Any:
     """`model.generate(input_ids, **kwargs)`, decoded speculatively; the same output type.
 
     input_ids:    [B, columns] int64, left-padded, with `attention_mask` of the same shape where there is padding.
-    drafter:      a name ("ngram", ...), an object with the `Drafter` methods, or None for plain decoding.
+    drafter:      a name as on the command line ("ngram", "mtp", "ngram:max_n=3"), an object with the `Drafter` methods,
+                  or None for plain decoding.
     verifier:     "auto" (the lossless rule that fits the draft, see verifiers/auto.py), a name, or an object.
-    draft_length: most drafted tokens per row and step; 0 is plain decoding.
+    draft_length: drafted tokens per row and step, at most; 0 is plain decoding. None: as many as pay, from 0 to
+                  LONGEST, by what steps turn out to cost and to accept (see specdec.budget); but DRAFT_LENGTH where
+                  the sample depends on the length (sampling with another rule than "coupled"), so that a seed gives
+                  the same sample whatever the clock does. A name's own length= goes before it.
     seed:         of the sampling streams; None draws one from torch's generator, so `set_seed` works.
     request_ids:  B ints in [0, 2**32) that name the rows' random streams; default: the row's index.
-    streamer:     gets tokens as they are accepted (batch of 1). stop_strings need `tokenizer`.
+    streamer:     gets tokens as they are accepted (batch of 1).
+    tokenizer:    the target's, for stop_strings and for a draft model given by name.
     on_commit:    called as on_commit(row, tokens, n_drafted) after every step of every row.
+    max_batch:    most rows at work at a time, None = all; a row that ends makes place for the next one at once.
     return_stats: also return the call's `Stats`: (output, stats).
     Raises ValueError or NotImplementedError, in one sentence, for what it cannot do.
 
@@ -80,7 +96,7 @@ def generate(
             raise NotImplementedError(f"{name} is not supported by specdec.generate: say what drafts with drafter=")
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
-        streamer=streamer, on_commit=on_commit,
+        streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
     )  # fmt: skip
     check_prompt(input_ids, kwargs.get("attention_mask"))
     config = kwargs.get("generation_config")
@@ -108,27 +124,31 @@ class speculate:
         self,
         drafter: str | Drafter | None = "ngram",
         verifier: str | Verifier = "auto",
-        draft_length: int = DRAFT_LENGTH,
+        draft_length: int | None = None,
         seed: int | None = None,
         request_ids: Sequence[int] | None = None,
         streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         on_commit: OnCommit | None = None,
+        max_batch: int | None = None,
     ):
-        check_draft_length(draft_length)
-        self.drafter = _drafter(drafter) if isinstance(drafter, str) else drafter
-        if self.drafter is not None and (isinstance(self.drafter, type) or not isinstance(self.drafter, Drafter)):
-            raise ValueError(
-                f"drafter is {drafter!r}, which lacks some of what specdec.Drafter asks for: give an instance, of a "
-                f"class derived from specdec.BaseDrafter"
-            )
+        if draft_length is not None:
+            check_draft_length(draft_length)
+        if max_batch is not None and max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}: give how many rows may run at a time, at least 1, or None")
+        self.max_batch = max_batch
+        self.drafter = DrafterSpec.parse(drafter) if isinstance(drafter, str) else _checked(drafter)
+        if isinstance(self.drafter, DrafterSpec) and self.drafter.length is not None:
+            draft_length = self.drafter.length
         self.verifier = known(VERIFIERS, verifier, "verifier") if isinstance(verifier, str) else verifier
         if not isinstance(self.verifier, type | Verifier):
             raise ValueError(f"verifier is {verifier!r}: give a name, or an object with all of specdec.Verifier")
         if seed is not None and not isinstance(seed, int):
             raise ValueError(f"seed is {seed!r}: give an integer, or None to draw one from torch's generator")
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
-        self.streamer, self.on_commit = streamer, on_commit
+        self.streamer, self.tokenizer, self.on_commit = streamer, tokenizer, on_commit
         self.stats: Stats | None = None
+        self._made: tuple[PreTrainedModel, Drafter | None] | None = None  # for a drafter given by name
 
     def __call__(
         self,
@@ -139,6 +159,31 @@ class speculate:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
+        batch = self.prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        if self.streamer is not None:
+            if len(batch.requests) > 1:
+                raise ValueError(f"a streamer was given for a batch of {len(batch.requests)}: stream one row at a time")
+            self.streamer.put(input_ids.cpu())
+        batch.run()
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = assemble(batch.requests, input_ids, generation_config)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        output = SpeculativeOutput(sequences=sequences)
+        output.stats = batch.stats
+        return output
+
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Batch:
+        """What `generate` hands over, checked and ready to run."""
         refuse_unsupported(generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         check_prompt(input_ids, mask)
@@ -147,31 +192,24 @@ class speculate:
         requests = self._requests(input_ids, mask, stops)
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
-        if self.streamer is not None:
-            if len(requests) > 1:
-                raise ValueError(f"a streamer was given for a batch of {len(requests)}: stream one row at a time")
-            self.streamer.put(input_ids.cpu())
+        learns = self.draft_length is None and verifier.draws != "fresh"
+        length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
         batch = Batch(
             target=target,
-            drafter=self.drafter if self.draft_length else None,
+            drafter=None if self.draft_length == 0 else self._drafter(model),
             verifier=verifier,
             processors=Processors(logits_processor, target.vocab_size),
             stops=stops,
             requests=requests,
             seed=self._seed(verifier),
-            draft_length=self.draft_length,
+            draft_length=length,
+            budget=Budget(length) if learns else None,
             on_commit=self._committed,
+            max_rows=self.max_batch,
+            chunk=generation_config.prefill_chunk_size or CHUNK,
         )
         self.stats = batch.stats
-        batch.run()
-        if self.streamer is not None:
-            self.streamer.end()
-        sequences = assemble(requests, input_ids, generation_config)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        output = SpeculativeOutput(sequences=sequences)
-        output.stats = batch.stats
-        return output
+        return batch
 
     def _requests(self, input_ids: Tensor, mask: Tensor | None, stops: Stops) -> list[Request]:
         columns = input_ids.cpu().numpy()
@@ -182,6 +220,14 @@ class speculate:
             raise ValueError(f"request_ids has {len(ids)} entries for {B} rows: give one per returned sequence")
         limit = int(stops.max_length) - width
         return [Request(b, ids[b], b, columns[b].astype(np.int64), pads[b], limit) for b in range(B)]
+
+    def _drafter(self, model: PreTrainedModel) -> Drafter | None:
+        """The drafter given, or the named one made for `model`, once as long as the model stays the same."""
+        if not isinstance(self.drafter, DrafterSpec):
+            return self.drafter
+        if self._made is None or self._made[0] is not model:
+            self._made = model, _checked(build_drafter(self.drafter, LoadedModel(model, self.tokenizer, "")))
+        return self._made[1]
 
     def _seed(self, verifier: Verifier) -> int:
         if self.seed is not None or verifier.draws == "argmax":  # greedy search leaves torch's generator alone, as HF's
@@ -196,13 +242,14 @@ class speculate:
             self.on_commit(row, tokens, drafted)
 
 
-def _drafter(name: str) -> Drafter:
-    factory = known(DRAFTERS, name, "drafter")
-    if "target" in inspect.signature(factory).parameters:
+def _checked(drafter: Any) -> Drafter | None:
+    """`drafter`, if it is one."""
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         raise ValueError(
-            f"drafter {name!r} needs a model or settings of its own: pass an object made from drafters.{name}"
+            f"drafter is {drafter!r}, which lacks some of what specdec.Drafter asks for: give an instance, of a class "
+            f"derived from specdec.BaseDrafter"
         )
-    return factory()
+    return drafter
 
 
 def assemble(requests: Sequence[Request], input_ids: Tensor, config: GenerationConfig) -> Tensor:

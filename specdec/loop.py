@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.budget import Budget
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.draft_checks import check_draft, made_safe
 from specdec.draws import make_draws, raise_if_undefined
 from specdec.processors import Prefixes, Processors
 from specdec.requests import Request
-from specdec.stats import Stats
+from specdec.stats import Clock, Stats
 from specdec.step import Segment, Step
 from specdec.stopping import Stops
 from specdec.target import Target
 
-CHUNK = 512  # prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them
+CHUNK = 512  # prompt tokens per step, over all rows
 
 OnCommit = Callable[[int, list[int], int], None]
 
@@ -30,7 +31,12 @@ class Batch:
     """Everything a generation needs. Made once per call; `run` empties it.
 
     drafter: None for plain decoding.   draft_length: most drafted tokens per row and step.
+    budget:  chooses each row's draft length, up to that, as it learns what pays; None always drafts all of it. For
+             chains: where a drafter hands over trees, it is given the whole length from then on.
     on_commit: called per row and step with (index, emitted tokens, how many of the first of them were drafted).
+    max_rows:  most requests in work at a time, None = all. The others wait, and the first of them takes a place as soon
+               as one is free.
+    chunk:     most prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them.
     """
 
     target: Target
@@ -41,33 +47,41 @@ class Batch:
     requests: list[Request]
     seed: int
     draft_length: int
+    budget: Budget | None = None
     on_commit: OnCommit | None = None
+    max_rows: int | None = None
+    chunk: int = CHUNK
     stats: Stats = field(init=False)
 
     def __post_init__(self):
         name = "none" if self.drafter is None else getattr(self.drafter, "name", type(self.drafter).__name__)
         self.stats = Stats(name, self.verifier.name, self.verifier.lossless, [r.stats for r in self.requests])
-        self.live = {request.row: request for request in self.requests}
+        self.waiting = deque(self.requests)
+        self.live: dict[int, Request] = {}
         self.cache = self.target.new_cache()
-        self.cache.admit(list(self.live))
         self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
-        self.hidden: dict[int, list[Tensor]] = {row: [] for row in self.live}
-        self._clock = _Clock(self.stats)
-        if self.drafter is not None:
-            self.drafter.admit(list(self.live))
+        self.hidden: dict[int, list[Tensor]] = {}
+        self._clock = Clock(self.stats)
 
     def run(self) -> None:
-        """Decode until every request is done. A drafter is released of all rows even when something raises."""
+        """Decode until every request is done."""
+        for _ in self.finished():
+            pass
+
+    def finished(self) -> Iterator[Request]:
+        """Decode, and yield each request as it finishes. A drafter is released of all rows even when something raises,
+        or when the caller stops asking."""
         try:
-            with torch.no_grad():
-                while self.live:
-                    self.step()
+            while self.live or self.waiting:
+                yield from self.step()
         finally:
             if self.drafter is not None and self.live:
                 self.drafter.release(list(self.live))
 
-    def step(self) -> None:
-        """One packed forward and one verdict."""
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """One packed forward and one verdict. Returns the requests that it finished."""
+        self.admit()
         segments = self.schedule()
         scored = [self.live[s.row] for s in segments if s.scored]
         self._clock.start(prefill=any(self.live[s.row].steps == 0 for s in segments))
@@ -86,13 +100,29 @@ class Batch:
         self._clock.lap("loop")
         self.observe(segments, scored, step, verdict, hidden)
         self._clock.lap("draft")
-        self.retire([request for request in scored if request.done])
+        finished = [request for request in scored if request.done]
+        self.retire(finished)
         self.count(segments, draft)
         self._clock.lap("loop")
+        self.learn(scored, draft, read)
+        return finished
+
+    def admit(self) -> None:
+        """Give waiting requests the free places."""
+        free = len(self.waiting) if self.max_rows is None else self.max_rows - len(self.live)
+        entering = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        if not entering:
+            return
+        rows = [request.row for request in entering]
+        self.live |= zip(rows, entering, strict=True)
+        self.hidden |= {row: [] for row in rows}
+        self.cache.admit(rows)
+        if self.drafter is not None:
+            self.drafter.admit(rows)
 
     def schedule(self) -> list[Segment]:
-        """Every decoding row's last token, and prompt chunks of at most CHUNK tokens in all."""
-        segments, left = [], CHUNK
+        """Every decoding row's last token, and prompt chunks of at most `chunk` tokens in all."""
+        segments, left = [], self.chunk
         for row, request in self.live.items():
             cached, tokens = self.cache.lengths[row], request.tokens
             count = len(tokens) - cached
@@ -128,6 +158,8 @@ class Batch:
         Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
         follows the accepted ones)."""
         budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
+        if self.budget is not None and self.drafter is not None:
+            budget = self.budget.lengths([r.row for r in scored], budget)
         V = self.target.vocab_size
         if self.drafter is None or not any(budget):
             return made_safe(Draft.empty(len(scored), self.target.device), V)
@@ -218,6 +250,20 @@ class Batch:
         for row in rows:
             del self.live[row], self.hidden[row]
 
+    def learn(self, scored: Sequence[Request], draft: Draft, read: _Read) -> None:
+        """What this step tells about the draft lengths that pay."""
+        if draft.parents is not None:
+            self.budget = None
+        if self.budget is None:
+            return
+        if not self._clock.prefill:
+            drafting, seconds = self._clock.step["draft"], sum(self._clock.step.values())
+            rows = [request.row for request in scored]
+            self.budget.record(rows, draft.lengths, read.n_accepted, seconds - drafting, drafting)
+        for request in scored:
+            if request.done:
+                self.budget.forget(request.row)
+
     def count(self, segments: Sequence[Segment], draft: Draft) -> None:
         """Counted work: what regressions are measured by."""
         self.stats.forwards += 1
@@ -235,23 +281,6 @@ class _Read:
     invalid: bool
     accepted: list[list[int]]
     accept_prob: np.ndarray
-
-
-class _Clock:
-    """Adds the host time since the last lap to a phase of the statistics."""
-
-    def __init__(self, stats: Stats):
-        self.seconds = stats.seconds
-        self.prefill = False
-        self.last = time.perf_counter()
-
-    def start(self, prefill: bool) -> None:
-        self.prefill, self.last = prefill, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds["prefill" if self.prefill else phase] += now - self.last
-        self.last = now
 
 
 def _record(request: Request, drafted: int, accepted: int, accept_prob: np.ndarray) -> None:

@@ -21,12 +21,12 @@ class LoadedModel:
     """A target ready to decode with.
 
     model:       in eval mode, on its device.
-    tokenizer:   pads on the left and has a pad token.
+    tokenizer:   pads on the left and has a pad token; None where a caller of `generate` gave none.
     description: one line for a person: which weights, dtype and device.
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     description: str
 
 

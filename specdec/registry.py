@@ -15,6 +15,8 @@ from typing import Any
 DRAFTERS = {
     "ngram": "drafters.ngram:NGramDrafter",
     "draft_model": "drafters.draft_model:build",
+    "medusa": "drafters.medusa:build",
+    "mtp": "drafters.mtp:build",
 }
 VERIFIERS = {
     "auto": "verifiers.auto:AutoVerifier",
@@ -28,6 +30,12 @@ VERIFIERS = {
 }
 COMMANDS = {
     "eval": "eval.command:run",
+    "export": "heads.export:export",
+    "train medusa": "train.medusa:main",
+    "train mtp": "train.mtp:main",
+    "train draft": "train.draft:main",
+    "bench step": "eval.bench_step:run",
+    "bench train": "train.bench:run",
     "bench verify": "eval.bench_verify:run",
     "report": "eval.rebuild:run",
     "plan measure": "eval.plan.command:measure",

@@ -7,6 +7,7 @@ per decode step and row, before any cut at a stop. Acceptance rate = accepted / 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 PHASES = ("draft", "forward", "verify", "loop")
@@ -77,3 +78,23 @@ class Stats:
             f"mean accepted length {length}, acceptance rate {rate}, {self.forwards} target forwards "
             f"(drafter {self.drafter}, verifier {self.verifier})"
         )
+
+
+class Clock:
+    """Adds the host time since the last lap to a phase of the statistics, and of this step."""
+
+    def __init__(self, stats: Stats):
+        self.seconds = stats.seconds
+        self.step = dict.fromkeys(PHASES, 0.0)
+        self.prefill = False
+        self.last = time.perf_counter()
+
+    def start(self, prefill: bool) -> None:
+        self.step = dict.fromkeys(PHASES, 0.0)
+        self.prefill, self.last = prefill, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.step[phase] += now - self.last
+        self.seconds["prefill" if self.prefill else phase] += now - self.last
+        self.last = now

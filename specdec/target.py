@@ -104,15 +104,18 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self, step: Step, cache: SlotCache, hidden: HiddenContract | None = None
+        self, step: Step, cache: SlotCache, hidden: HiddenContract | None = None, embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a step; its keys and values go to the cache (whose `lengths` the caller moves).
+        """Run a step; its keys and values go to the cache (whose `lengths` the caller moves). `embeds` [M, D] replace
+        the step's token ids as the model's input.
 
         Returns logits [R, V] of the nodes `step.keep` and, if `hidden` asks for it, the final state [M, D] of every
         packed token before or after the last norm."""
         cache.step = step
         with self._capture(hidden) as captured:
-            logits = self._padded_logits(step, cache) if self.padded else self._packed_logits(step, cache)
+            logits = (
+                self._padded_logits(step, cache, embeds) if self.padded else self._packed_logits(step, cache, embeds)
+            )
         if self._has_windows and not self.padded and not step.windows:
             raise NotImplementedError(
                 f"{type(self.model).__name__} has sliding-window layers but does not hand its window to attention: "
@@ -123,10 +126,11 @@ class Target:
         state = captured[0].flatten(0, 1)
         return logits, state if not self.padded else step.from_grid(state)
 
-    def _packed_logits(self, step: Step, cache: SlotCache) -> Tensor:
+    def _packed_logits(self, step: Step, cache: SlotCache, embeds: Tensor | None) -> Tensor:
+        tokens = {"input_ids": step.input_ids} if embeds is None else {"inputs_embeds": embeds[None]}
         with switched(self.model, self._configs):
             out = self.model(
-                input_ids=step.input_ids,
+                **tokens,
                 position_ids=step.position_ids,
                 # transformers hands a 4D mask on as it is; ours is built in attention, per window
                 attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=step.input_ids.device),
@@ -137,8 +141,12 @@ class Target:
             )
         return out.logits[0] if self._keeps_logits else out.logits[0].index_select(0, step.keep)
 
-    def _padded_logits(self, step: Step, cache: SlotCache) -> Tensor:
+    def _padded_logits(self, step: Step, cache: SlotCache, embeds: Tensor | None) -> Tensor:
         shape = (step.grid_places, step.width)
+        if embeds is None:
+            tokens = {"input_ids": step.to_grid(step.input_ids[0]).view(shape)}
+        else:
+            tokens = {"inputs_embeds": step.to_grid(embeds).view(*shape, -1)}
         cache.step = _PaddedStep(
             places=step.grid_places,
             slots=step.slots,
@@ -146,7 +154,7 @@ class Target:
             token_slots=step.to_grid(step.token_slots, fill=cache.capacity),  # padding goes to the cache's last slot
         )
         out = self.model(
-            input_ids=step.to_grid(step.input_ids[0]).view(shape),
+            **tokens,
             position_ids=step.to_grid(step.position_ids[0]).view(shape),
             attention_mask=self._padded_mask(step),
             use_cache=True,

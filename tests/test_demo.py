@@ -36,7 +36,7 @@ def test_greedy_output_is_that_of_generate(demo, size):
         settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": TOKENS}
         theirs = model.generate(ids, **settings)[:, ids.shape[1] :]
         for name, drafter in drafters.items():
-            ours = specdec.generate(model, ids, drafter=drafter, **settings)[:, ids.shape[1] :]
+            ours = specdec.generate(model, ids, drafter=drafter, draft_length=5, **settings)[:, ids.shape[1] :]
             for row in range(len(ids)):
                 width = min(ours.shape[1], theirs.shape[1])
                 if torch.equal(ours[row, :width], theirs[row, :width]):
@@ -63,7 +63,7 @@ def test_coupled_sampling_emits_the_same_tokens_whatever_drafts(demo):
     for ids, mask in batches(demo.tokenizer, 4):
         settings = {"attention_mask": mask, "do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 32}
         outs = [
-            specdec.generate(model, ids, drafter=drafter, verifier="coupled", seed=3, **settings)
+            specdec.generate(model, ids, drafter=drafter, draft_length=5, verifier="coupled", seed=3, **settings)
             for drafter in (None, "ngram", DraftModelDrafter(first_layers(model, 4)))
         ]
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])

@@ -22,7 +22,8 @@ def test_the_example_drafter_works_on_a_batch_and_is_short():
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     settings = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
-    out, stats = specdec.generate(model, ids, drafter=scope["BigramDrafter"](), return_stats=True, **settings)
+    drafter = scope["BigramDrafter"]()
+    out, stats = specdec.generate(model, ids, drafter=drafter, draft_length=5, return_stats=True, **settings)
     assert torch.equal(out, model.generate(ids, **settings))
     assert stats.acceptance_rate > 0 and stats.drafter == "bigram"
 

@@ -89,7 +89,7 @@ def test_warpers_are_off_unless_asked_for():
     ("arguments", "message"),
     [
         (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", "x", "--drafter", "nope"], "known are draft_model, ngram"),
+        (["--prompt", "x", "--drafter", "nope"], "known are draft_model, medusa, mtp, ngram"),
         (["--prompt", "x", "--drafter", "no_such_module:Name"], "no module 'no_such_module'"),
         (["--prompt", "x", "--draft-length", "-1"], "-1"),
         (["--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),

@@ -42,7 +42,7 @@ def test_parse(text, source, options, length):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nope", "known are draft_model, ngram"),
+        ("nope", "known are draft_model, medusa, mtp, ngram"),
         ("", "known are"),
         ("ngram:max_n", "'max_n' is not of the form key=value"),
         ("ngram:max_n=", "key=value"),

@@ -81,15 +81,14 @@ def real_outputs(model, **kwargs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_generate(family, monkeypatch):
-    monkeypatch.setattr(loop, "CHUNK", 7)  # prompts enter over several steps, beside rows that decode
+def test_greedy_equals_generate(family):
     model = tiny(family)
     expected = hf(model, max_new_tokens=40)
     outputs = real_outputs(model, max_new_tokens=40)
+    settings = {"do_sample": False, "max_new_tokens": 40, "draft_length": 5, "return_stats": True}
+    settings["prefill_chunk_size"] = 7  # prompts enter over several steps, beside rows that decode
     for drafter in (None, "ngram", RandomDrafter(outputs), RandomDrafter(outputs, tree=True)):
-        out, stats = specdec.generate(
-            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
-        )
+        out, stats = specdec.generate(model, **prompts(), drafter=drafter, **settings)
         assert torch.equal(out, expected)
         assert stats.emitted == 160
         if isinstance(drafter, RandomDrafter):
@@ -111,7 +110,9 @@ def test_wrong_rollback_is_caught(monkeypatch):
                     layer.move_slots(*(torch.tensor([[i]]) for i in (place, length, length - 1)))
 
     monkeypatch.setattr(loop.Batch, "commit", one_too_few)
-    out = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=40, drafter=RandomDrafter(outputs))
+    out = specdec.generate(
+        model, **prompts(), do_sample=False, max_new_tokens=40, draft_length=5, drafter=RandomDrafter(outputs)
+    )
     assert not torch.equal(out, hf(model, max_new_tokens=40))
 
 
@@ -144,6 +145,17 @@ def test_arguments_of_generate(kwargs):
     assert torch.equal(model.generate(**prompts(), custom_generate=decode, **settings), expected)
     output = specdec.generate(model, **prompts(), return_dict_in_generate=True, **settings)
     assert torch.equal(output.sequences, expected) and output.stats.forwards > 0
+
+
+def test_a_drafter_by_name_is_made_for_the_model_at_hand():
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    decode = specdec.speculate(drafter="draft_model:layers=1,length=2")
+    for model in (tiny("llama"), tiny("qwen3")):
+        expected = model.generate(**prompts(), **settings)
+        assert torch.equal(model.generate(**prompts(), custom_generate=decode, **settings), expected)
+        assert {length for row in decode.stats.rows for length in row.drafted[:1]} == {2}
+    with pytest.raises(ValueError, match="needs the target's tokenizer"):
+        specdec.generate(model, **prompts(), drafter="draft_model:model=somewhere", **settings)
 
 
 class StopAt(StoppingCriteria):
@@ -191,8 +203,8 @@ def test_on_commit_tells_drafted_from_fresh_tokens():
     outputs = real_outputs(model, max_new_tokens=25)
     calls = {row: [] for row in range(4)}
     out, stats = specdec.generate(
-        model, **prompts(), do_sample=False, max_new_tokens=25, drafter=RandomDrafter(outputs), return_stats=True,
-        on_commit=lambda row, tokens, drafted: calls[row].append((tokens, drafted)),
+        model, **prompts(), do_sample=False, max_new_tokens=25, draft_length=5, drafter=RandomDrafter(outputs),
+        return_stats=True, on_commit=lambda row, tokens, drafted: calls[row].append((tokens, drafted)),
     )  # fmt: skip
     for row, steps in calls.items():
         assert sum((tokens for tokens, _ in steps), []) == out[row, 12:].tolist()
@@ -205,11 +217,11 @@ def test_on_commit_tells_drafted_from_fresh_tokens():
 @pytest.mark.parametrize("contract", ["post_norm", "pre_norm"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "falcon"])
-def test_drafters_see_the_state_of_every_committed_token(family, tree, contract, monkeypatch):
-    monkeypatch.setattr(loop, "CHUNK", 7)
+def test_drafters_see_the_state_of_every_committed_token(family, tree, contract):
     model = tiny(family)
     drafter = RandomDrafter(real_outputs(model, max_new_tokens=30), tree, needs_hidden=contract)
-    out = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=30, drafter=drafter)
+    settings = {"do_sample": False, "max_new_tokens": 30, "draft_length": 5, "prefill_chunk_size": 7}
+    out = specdec.generate(model, **prompts(), **settings, drafter=drafter)
     norm = model.get_decoder().norm if hasattr(model.get_decoder(), "norm") else model.get_decoder().ln_f
     for row, states in drafter.seen.items():
         tokens = out[row, (prompts()["attention_mask"][row] == 0).sum() : -1][None]
@@ -231,7 +243,7 @@ def test_counted_work():
     model = tiny("llama")
     for drafter in (None, "ngram", RandomDrafter(real_outputs(model, max_new_tokens=40))):
         _, stats = specdec.generate(
-            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
+            model, **prompts(), do_sample=False, max_new_tokens=40, draft_length=5, drafter=drafter, return_stats=True
         )
         assert stats.syncs == stats.forwards == 1 + max(len(row.accepted) for row in stats.rows)
         steps = sum(len(row.accepted) for row in stats.rows)
@@ -266,7 +278,7 @@ def test_model_is_left_as_it_was_found_even_when_something_raises():
             return super().propose(rows, budget, draws)
 
     with pytest.raises(RuntimeError, match="drafter broke"):
-        specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20,
+        specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20, draft_length=5,
                          drafter=Failing(real_outputs(model, max_new_tokens=20), needs_hidden="post_norm"))  # fmt: skip
     assert before == (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -336,7 +348,7 @@ def test_draft_model_is_exact_and_reuses_its_cache():
             fed.append(step.input_ids.numel()) or f(step, cache)
         )
         out, stats = specdec.generate(
-            model, **prompts(), do_sample=False, max_new_tokens=40, drafter=drafter, return_stats=True
+            model, **prompts(), do_sample=False, max_new_tokens=40, draft_length=5, drafter=drafter, return_stats=True
         )
         assert torch.equal(out, expected)
         drafted = sum(sum(row.drafted) for row in stats.rows)
@@ -344,8 +356,10 @@ def test_draft_model_is_exact_and_reuses_its_cache():
         # prompts once; per step and row the drafts but the last, and one or two tokens to catch up
         assert sum(fed) <= prompts()["attention_mask"].sum() + drafted + steps + 4
         assert not drafter.cache.lengths
-    same = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=41, drafter=DraftModelDrafter(model),
-                            return_stats=True)[1]  # fmt: skip
+    _, same = specdec.generate(
+        model, **prompts(), do_sample=False, max_new_tokens=41, draft_length=5, drafter=DraftModelDrafter(model),
+        return_stats=True,
+    )  # fmt: skip
     assert same.acceptance_rate == 1.0
 
 
@@ -354,7 +368,7 @@ def test_draft_model_long_prompts_enter_in_chunks(monkeypatch):
 
     monkeypatch.setattr(drafters.draft_model, "CHUNK", 5)
     model = tiny("llama")
-    out, stats = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20,
+    out, stats = specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=20, draft_length=5,
                                   drafter=DraftModelDrafter(model), return_stats=True)  # fmt: skip
     assert torch.equal(out, hf(model, max_new_tokens=20)) and stats.acceptance_rate == 1.0
 
@@ -389,8 +403,8 @@ def test_tokenizers_are_compared_on_what_both_know():
         ),
         ({"input_ids": torch.ones(1, 300, dtype=torch.long)}, "300 tokens.*256 positions"),
         ({"draft_length": -1}, "draft_length is -1"),
-        ({"drafter": "nonsense"}, "unknown drafter 'nonsense': known are draft_model, ngram"),
-        ({"drafter": "draft_model"}, "needs a model"),
+        ({"drafter": "nonsense"}, "unknown drafter 'nonsense': known are draft_model, medusa, mtp, ngram"),
+        ({"drafter": "draft_model"}, "needs model=NAME or layers=K"),
         ({"drafter": object()}, "lacks some of"),
         ({"drafter": NGramDrafter}, "give an instance"),
         ({"verifier": None}, "verifier is None"),
@@ -453,7 +467,9 @@ class Broken(BaseDrafter):
 )
 def test_a_broken_drafter_is_named(draft, message):
     with pytest.raises(ValueError, match=message):
-        specdec.generate(tiny("llama"), **prompts(), do_sample=False, max_new_tokens=20, drafter=Broken(draft))
+        specdec.generate(
+            tiny("llama"), **prompts(), do_sample=False, max_new_tokens=20, draft_length=5, drafter=Broken(draft)
+        )
 
 
 def test_generation_config_object_is_honoured_and_unchanged():
@@ -542,7 +558,7 @@ def test_a_draft_model_with_fewer_positions_drafts_up_to_them():
 
     draft = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=20)).eval()
     model = tiny("llama")
-    settings = {**prompts(), "do_sample": False, "max_new_tokens": 30, "return_stats": True}
+    settings = {**prompts(), "do_sample": False, "max_new_tokens": 30, "draft_length": 5, "return_stats": True}
     out, stats = specdec.generate(model, **settings, drafter=DraftModelDrafter(draft.double()))
     assert torch.equal(out, hf(model, max_new_tokens=30))
     drafted = stats.rows[0].drafted  # a prompt of 12 tokens, so some drafts fit and later ones do not

@@ -69,7 +69,7 @@ def test_greedy(chunk, dtype, V, entries):
     step = random_step([3, 0, 2, 3], V, "one-hot", dtype, seed=V)
     check(greedy(step.draft, step.p), greedy_reference(step.draft, step.p))
     tied = Scores(step.p.logits.round().clamp(max=2), step.p.index)
-    tokens = tied.argmax()[:, :3].clone()
+    tokens = tied.logits.argmax(-1)[tied.index][:, :3]
     tokens[3, 1] += 1
     draft = replace(step.draft, tokens=tokens)
     got = greedy(draft, tied)

@@ -1,0 +1,129 @@
+"""`specdec bench step`: what the parts of one verification step cost beside the target's forward.
+
+The forward of B rows with N drafted tokens each, every verification rule as the engine calls it, and the logits
+processors, timed in turn in one process, so that a slow spell of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
+
+from eval.bench_verify import peaked
+from eval.environment import environment
+from eval.timing import interleaved
+from specdec.contracts import Draft, Scores
+from specdec.draws import make_draws
+from specdec.models import load_target
+from specdec.processors import Prefixes, Processors
+from specdec.registry import VERIFIERS, known
+from specdec.step import Segment
+from specdec.target import Target
+
+FORWARD = "target forward"
+RULES = {"greedy": False, "rejection, one-hot": False, "rejection, q": True, "block, q": True, "coupled": False}
+PROCESSORS = {
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "temperature, top-k": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50)],
+    "repetition penalty, temperature": [RepetitionPenaltyLogitsProcessor(1.1), TemperatureLogitsWarper(0.7)],
+}
+
+
+def run(
+    *,
+    target: str,
+    dtype: str,
+    device: str,
+    batch_size: int,
+    draft_length: int,
+    context: int,
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Time the parts and print a table, or with `as_json` one JSON object and nothing else.
+
+    context: cached tokens per row. Raises ValueError for a size below 1."""
+    for name, value in {"--batch-size": batch_size, "--context": context, "--repeats": repeats}.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}: give at least 1")
+    loaded = load_target(target, dtype, device)
+    with torch.no_grad():
+        parts = operations(loaded.model, batch_size, draft_length, context)
+        seconds = interleaved(parts, repeats, loaded.model.device)
+    rows = [summary(part, seconds[part], statistics.median(seconds[FORWARD])) for part in parts]
+    about = environment(loaded.description, str(loaded.model.dtype).removeprefix("torch."), loaded.model.device)
+    shape = {"batch_size": batch_size, "draft_length": draft_length, "context": context, "repeats": repeats}
+    if as_json:
+        print(json.dumps({"environment": about, **shape, "parts": rows}, indent=2))
+        return
+    print(f"{loaded.description}: {batch_size} rows, {draft_length} drafted tokens, {context} tokens of context")
+    Console().print(table(rows))
+
+
+def operations(model: PreTrainedModel, B: int, N: int, context: int) -> dict[str, Callable[[], Any]]:
+    """Every part by name, bound to its inputs: the target's forward first."""
+    V = Target(model).vocab_size
+    logits, q_logits = peaked(B, N, V, model.device)
+    tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
+    one_hot = Draft(tokens, [N] * B)
+    with_q = Draft(tokens, [N] * B, q_logits=q_logits, q_logz=q_logits.logsumexp(-1))
+    scores = Scores(logits, torch.arange(B * (N + 1), device=model.device).view(B, N + 1))
+    parts: dict[str, Callable[[], Any]] = {FORWARD: forward(model, B, N, context)}
+    for rule, takes_q in RULES.items():
+        parts[f"verify: {rule}"] = partial(verify, rule.partition(",")[0], with_q if takes_q else one_hot, scores)
+    columns = [np.arange(context, dtype=np.int64) % V for _ in range(B)]
+    for name, processors in PROCESSORS.items():
+        parts[f"processors: {name}"] = partial(process, processors, logits, columns, one_hot)
+    return parts
+
+
+def forward(model: PreTrainedModel, B: int, N: int, context: int) -> Callable[[], Any]:
+    """The packed forward of B rows with N drafted tokens each. What the cache holds does not change its time: zeros."""
+    target = Target(model)
+    cache = target.new_cache()
+    cache.admit(range(B))
+    segments = [Segment(row, np.zeros(1, dtype=np.int64), context, scored=True) for row in range(B)]
+    step = target.pack(segments, Draft(torch.zeros(B, N, dtype=torch.long, device=target.device), [N] * B), cache)
+    return partial(target.forward, step, cache)
+
+
+def verify(rule: str, draft: Draft, scores: Scores) -> None:
+    """One verdict as in a step: new draws, and nothing kept from the last one."""
+    verifier, B = known(VERIFIERS, rule, "verifier")(), len(draft.lengths)
+    draws = make_draws(verifier.draws, 0, range(B), [0] * B, [0] * B, lambda x: x, draft.tokens.device)
+    verifier.verify(draft, Scores(scores.logits, scores.index), draws)
+
+
+def process(processors: list, logits: Tensor, columns: list[np.ndarray], draft: Draft) -> None:
+    """p at every position."""
+    V = logits.shape[-1]
+    Processors(LogitsProcessorList(processors), V).apply(logits, Prefixes(columns, range(len(columns)), draft))
+
+
+def summary(part: str, seconds: list[float], forward_seconds: float) -> dict[str, Any]:
+    """Median, quartiles (seconds) and the median's share of the forward's."""
+    low, high = np.quantile(seconds, [0.25, 0.75]).tolist()
+    median = statistics.median(seconds)
+    return {"part": part, "seconds": median, "quartiles": [low, high], "of_forward": median / forward_seconds}
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """For a terminal."""
+    shown = Table("part")
+    for column in ("ms", "quartiles", "of the forward"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        low, high = (f"{seconds * 1e3:.2f}" for seconds in row["quartiles"])
+        shown.add_row(row["part"], f"{row['seconds'] * 1e3:.2f}", f"{low} - {high}", f"{row['of_forward']:.1%}")
+    return shown

@@ -1,0 +1,25 @@
+"""Timing several calls in one process, so that a slow spell of the machine hits all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def interleaved(calls: Mapping[Key, Callable[[], Any]], repeats: int, device: torch.device) -> dict[Key, list[float]]:
+    """Seconds of each call in each of `repeats` rounds, after one that does not count."""
+    seconds: dict[Key, list[float]] = {key: [] for key in calls}
+    for number in range(repeats + 1):
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                seconds[key].append(time.perf_counter() - started)
+    return seconds

@@ -1,0 +1,73 @@
+"""Many requests through a few rows: `stream_batch` yields each as soon as it is finished.
+
+A row that ends gives its place to the next request at the following step, and prompts enter in chunks beside the rows
+that decode, in the same packed forwards (iteration-level scheduling, Orca, Yu et al. OSDI 2022; chunked prefill,
+Sarathi, Agrawal et al. 2308.16369).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.generation import speculate
+from specdec.stats import RowStats
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished request. index: its place among the prompts.   tokens: [n] int64 what was emitted, on the host."""
+
+    index: int
+    tokens: Tensor
+    stats: RowStats
+
+
+def stream_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    max_batch: int = 8,
+    drafter: Any = "ngram",
+    verifier: Any = "auto",
+    draft_length: int | None = None,
+    seed: int | None = None,
+    request_ids: Sequence[int] | None = None,
+    tokenizer: Any = None,
+    **kwargs: Any,
+) -> Iterator[Finished]:
+    """Generate for every prompt, at most `max_batch` at a time, and yield the requests in the order in which they end.
+
+    prompts: token ids, one sequence of at least one id per request. They start in this order.
+    kwargs:  of `model.generate`: max_new_tokens, do_sample, temperature, prefill_chunk_size (most prompt tokens per
+             step, 512 unless given: fewer keep the rows that decode beside a prompt going more steadily), ...
+    The other arguments are those of `specdec.generate`. With one seed a request's sample does not depend on the others
+    or on `max_batch`, up to floating point. Raises ValueError or NotImplementedError before anything is computed.
+
+    Example: for done in specdec.stream_batch(model, tokenizer(texts).input_ids, max_new_tokens=64): print(done.index)
+    """
+    rows = [torch.as_tensor(prompt, dtype=torch.long).flatten() for prompt in prompts]
+    for index, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompt {index} is empty: give at least one token to go on from")
+    decode = speculate(
+        drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
+        tokenizer=tokenizer, max_batch=max_batch,
+    )  # fmt: skip
+    if not rows:
+        return iter(())
+    longest = max(map(len, rows))
+    input_ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)
+    for b, row in enumerate(rows):
+        input_ids[b, longest - len(row) :], mask[b, longest - len(row) :] = row, 1
+    at = model.get_input_embeddings().weight.device
+    # `generate` prepares processors and stops, and gives back what its decoding function does: here the batch itself.
+    batch = model.generate(input_ids.to(at), attention_mask=mask.to(at), custom_generate=decode.prepare, **kwargs)
+    return (
+        Finished(request.index, torch.from_numpy(request.emitted.copy()), request.stats) for request in batch.finished()
+    )

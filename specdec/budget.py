@@ -1,0 +1,130 @@
+"""How many tokens each row drafts in a step: as many as make the expected tokens per second highest.
+
+A step of B rows that drafts k tokens in all takes T(B + k) + D(depth) seconds, T the target's and D the drafter's part,
+and emits B tokens plus those accepted. Drafted tokens are spent in the order of what they are worth, the probability of
+being accepted, so the best k is a maximum over one sequence. T, D and the probabilities are learned from the steps.
+
+The lengths are fixed before anything is drafted, from earlier steps alone: a rule that looked at a sampled token and
+then dropped it would bias the output.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+WINDOW = 9  # latest timings of one size that count: their median is deaf to a slow spell
+NEAR = 1.25  # a timing at up to this many times a size tells what the size itself costs
+PRIOR = 0.6  # conditional acceptance that a new request is credited with
+WEIGHT = 3.0  # steps that what is known of all requests counts for beside a request's own
+MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
+
+
+class Cost:
+    """Seconds as a non-decreasing function of a size (packed tokens, or depths), from the latest timings."""
+
+    def __init__(self) -> None:
+        self._timings: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+
+    def add(self, size: int, seconds: float) -> None:
+        self._timings[size].append(seconds)
+
+    def knows(self, size: int) -> bool:
+        """Whether anything from `size` to a little above it has been timed."""
+        return any(size <= timed <= NEAR * size for timed in self._timings)
+
+    def __call__(self, sizes: np.ndarray) -> np.ndarray:
+        """Seconds at `sizes`: between timed ones linear, beyond the largest as there, so that more is tried once."""
+        timed = sorted(self._timings)
+        medians = [float(np.median(self._timings[size])) for size in timed]
+        weights = [len(self._timings[size]) for size in timed]
+        return np.interp(sizes, timed, isotonic_regression(medians, weights=weights).x)
+
+
+class Acceptance:
+    """Probability that a row's j-th drafted token is accepted, j = 0.., by request, leaning on that of all requests."""
+
+    def __init__(self, longest: int):
+        self.longest = longest
+        self._start = np.stack([np.full(longest, WEIGHT), WEIGHT * PRIOR ** np.arange(1, longest + 1)])
+        self._all = self._start
+        self._own: dict[int, np.ndarray] = {}  # request -> [2, longest] times drafted and accepted, fading
+
+    def of(self, request: int) -> np.ndarray:
+        """[longest] estimates, which never rise from one token to the next."""
+        common = self._all[1] / self._all[0]
+        drafted, accepted = self._own.get(request, np.zeros((2, self.longest)))
+        return np.minimum.accumulate((accepted + WEIGHT * common) / (drafted + WEIGHT))
+
+    def record(self, request: int, drafted: int, accepted: int) -> None:
+        """One step of a request; drafting nothing lets what is known fade towards where it started."""
+        seen = np.stack([np.arange(self.longest) < drafted, np.arange(self.longest) < accepted]).astype(float)
+        own = self._own.setdefault(request, np.zeros((2, self.longest)))
+        self._own[request] = MEMORY["request"] * own + seen
+        self._all = self._start + MEMORY["all"] * (self._all - self._start) + seen
+
+    def forget(self, request: int) -> None:
+        self._own.pop(request, None)
+
+
+class Budget:
+    """Draft lengths of chains, learned while decoding. longest: most drafted tokens per row and step."""
+
+    def __init__(self, longest: int):
+        self.step_cost, self.draft_cost = Cost(), Cost()
+        self.acceptance = Acceptance(longest)
+        self.draft_cost.add(0, 0.0)
+
+    def lengths(self, requests: Sequence[int], limits: Sequence[int]) -> list[int]:
+        """How many tokens each request drafts now, at most `limits`; none where the cost of none is not known yet."""
+        B = len(requests)
+        if not self.step_cost.knows(B):
+            return [0] * B
+        worth = [self.acceptance.of(request)[:limit] for request, limit in zip(requests, limits, strict=True)]
+        return allocate(worth, self.step_cost, self.draft_cost)
+
+    def record(
+        self,
+        requests: Sequence[int],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        step_seconds: float,
+        draft_seconds: float,
+    ) -> None:
+        """What a step without prompt tokens drafted, accepted and took: all but drafting, and drafting."""
+        self.step_cost.add(len(requests) + sum(drafted), step_seconds)
+        if any(drafted):
+            self.draft_cost.add(max(drafted), draft_seconds)
+        for request, n_drafted, n_accepted in zip(requests, drafted, accepted, strict=True):
+            self.acceptance.record(request, n_drafted, n_accepted)
+
+    def forget(self, request: int) -> None:
+        """The request is done."""
+        self.acceptance.forget(request)
+
+
+def allocate(worth: Sequence[np.ndarray], step_cost: Cost, draft_cost: Cost) -> list[int]:
+    """Lengths per row that maximise (B + accepted tokens) / seconds.
+
+    worth: per row, the probability of acceptance of each token it may draft, never rising.
+
+    For a greatest depth and a number k of drafted tokens the best choice is the k most valuable ones, which are whole
+    prefixes since worth never rises; so the maximum is over these two alone. Of equal rates the fewest tokens win.
+    """
+    B = len(worth)
+    rows = np.repeat(np.arange(B), [len(values) for values in worth])
+    depths = np.concatenate([np.arange(1, len(values) + 1) for values in worth])
+    values = np.concatenate(worth)
+    order = np.lexsort((rows, depths, -values))  # of equal worth the shallower first: prefixes stay whole
+    seconds = step_cost(B + np.arange(len(order) + 1))
+    best, chosen = B / seconds[0], order[:0]
+    for depth, drafting in enumerate(draft_cost(np.arange(1, max(map(len, worth)) + 1)), start=1):
+        allowed = order[depths[order] <= depth]
+        rates = (B + np.cumsum(values[allowed])) / (seconds[1 : len(allowed) + 1] + drafting)
+        k = int(np.argmax(rates))
+        if rates[k] > best:
+            best, chosen = rates[k], allowed[: k + 1]
+    return np.bincount(rows[chosen], minlength=B).tolist()

@@ -1,0 +1,144 @@
+"""Requests that outnumber the rows: what is emitted, in which order, and what the rows and steps hold meanwhile."""
+
+import pytest
+import torch
+
+import specdec
+from specdec import loop
+from tests.tiny_models import tiny
+
+LENGTHS = (3, 40, 1, 17, 9, 28, 2, 5)
+PROMPTS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+FAMILIES = ("llama", "gpt2", "gemma3", "deepseek_v3", "falcon")
+
+
+def alone(model, prompt, **settings):
+    return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)[0, len(prompt) :]
+
+
+class Watched(loop.Batch):
+    """Records what every step ran."""
+
+    steps: list = []
+
+    def schedule(self):
+        segments = super().schedule()
+        prompt = sum(len(s.tokens) for s in segments if self.live[s.row].steps == 0)
+        Watched.steps.append((len(self.live), prompt, self.cache.places))
+        return segments
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    monkeypatch.setattr("specdec.generation.Batch", Watched)
+    Watched.steps = []
+    return Watched.steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model:layers=1", None])
+def test_every_request_is_answered_as_if_it_were_alone(family, drafter):
+    model = tiny(family)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    found = {
+        done.index: done.tokens
+        for done in specdec.stream_batch(model, PROMPTS, max_batch=3, drafter=drafter, **settings)
+    }
+    assert sorted(found) == list(range(len(PROMPTS)))
+    for index, prompt in enumerate(PROMPTS):
+        assert torch.equal(found[index], alone(model, prompt, **settings)), index
+
+
+def test_rows_and_prompt_tokens_stay_within_their_limits(steps):
+    settings = {"max_new_tokens": 10, "do_sample": False, "prefill_chunk_size": 16}
+    list(specdec.stream_batch(tiny("llama"), PROMPTS, max_batch=3, **settings))
+    rows, prompt_tokens, places = zip(*steps, strict=True)
+    assert max(rows) == 3 == max(places)
+    assert max(prompt_tokens) == 16 and sum(prompt_tokens) == sum(LENGTHS)
+    full = [n for n, _, _ in steps[: -max(settings["max_new_tokens"], 1)]]
+    assert set(full) == {3}  # a place is never left free while somebody waits
+
+
+def test_the_shortest_answers_come_first():
+    """Requests that end at their first token make place for the rest at once."""
+    model = tiny("llama")
+    first = [alone(model, prompt, max_new_tokens=1, do_sample=False).item() for prompt in PROMPTS]
+    stop = first[1]
+    expected = {index for index, token in enumerate(first) if token == stop}
+    order = [
+        (done.index, len(done.tokens))
+        for done in specdec.stream_batch(
+            model, PROMPTS[:4], max_batch=4, max_new_tokens=20, do_sample=False, eos_token_id=stop, pad_token_id=0
+        )
+    ]
+    assert order[0][0] in expected and order[0][1] == 1
+    assert [length for _, length in order] == sorted(length for _, length in order)
+
+
+@pytest.mark.parametrize("verifier", ["auto", "coupled"])
+def test_samples_do_not_depend_on_the_order_of_arrival(verifier):
+    model = tiny("llama")
+    settings = {"max_new_tokens": 12, "do_sample": True, "seed": 5, "verifier": verifier}
+    ids = list(range(100, 100 + len(PROMPTS)))
+    one = {
+        ids[done.index]: done.tokens.tolist()
+        for done in specdec.stream_batch(model, PROMPTS, max_batch=2, request_ids=ids, **settings)
+    }
+    other = {
+        ids[::-1][done.index]: done.tokens.tolist()
+        for done in specdec.stream_batch(model, PROMPTS[::-1], max_batch=5, request_ids=ids[::-1], **settings)
+    }
+    assert one == other
+    assert len({tuple(tokens) for tokens in one.values()}) > 4  # streams do differ between requests
+
+
+class Counting(specdec.BaseDrafter):
+    """Drafts nothing and records which rows it was told of."""
+
+    def __init__(self):
+        self.rows, self.most, self.seen = set(), 0, []
+
+    def propose(self, rows, budget, draws):
+        assert set(rows.ids) <= self.rows
+        return specdec.Draft.empty(len(rows.ids))
+
+    def admit(self, ids):
+        assert not self.rows & set(ids)
+        self.rows |= set(ids)
+        self.seen += ids
+        self.most = max(self.most, len(self.rows))
+
+    def release(self, ids):
+        self.rows -= set(ids)
+
+
+def test_a_drafter_meets_rows_only_while_they_run():
+    drafter = Counting()
+    settings = {"max_batch": 3, "drafter": drafter, "max_new_tokens": 4, "do_sample": False}
+    running = specdec.stream_batch(tiny("llama"), PROMPTS, **settings)
+    next(running)
+    running.close()  # nobody asks for the rest
+    assert not drafter.rows and len(drafter.seen) < len(PROMPTS)
+    list(specdec.stream_batch(tiny("llama"), PROMPTS, **settings))
+    assert not drafter.rows and drafter.most == 3
+
+
+def test_generate_with_fewer_rows_than_prompts():
+    """`max_batch` holds for a whole batch given to `generate` as well."""
+    model = tiny("llama")
+    ids, mask = torch.zeros(2, 3, 6, dtype=torch.long)
+    for b, n in enumerate((2, 6, 4)):
+        ids[b, 6 - n :], mask[b, 6 - n :] = torch.arange(1, n + 1), 1
+    settings = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(specdec.generate(model, ids, max_batch=1, **settings), model.generate(ids, **settings))
+
+
+def test_what_is_refused():
+    model = tiny("llama")
+    assert list(specdec.stream_batch(model, [])) == []
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        specdec.stream_batch(model, [[3], []], max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        specdec.stream_batch(model, PROMPTS, max_batch=0, max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="num_beams"):
+        specdec.stream_batch(model, PROMPTS, num_beams=2, max_new_tokens=4)

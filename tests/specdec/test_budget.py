@@ -1,0 +1,136 @@
+"""Draft lengths against an exhaustive search, and what is learned from steps whose true costs are known."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from specdec.budget import Acceptance, Budget, Cost, allocate
+
+
+def cost(points: dict[int, float]) -> Cost:
+    made = Cost()
+    for size, seconds in points.items():
+        made.add(size, seconds)
+    return made
+
+
+FREE = cost({0: 0.0})
+LINEAR = cost({0: 1.0, 100: 11.0})
+
+
+def rate(worth, lengths, step_cost, draft_cost):
+    emitted = len(worth) + sum(values[:n].sum() for values, n in zip(worth, lengths, strict=True))
+    return emitted / (step_cost(len(worth) + sum(lengths)) + draft_cost(max(lengths)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_lengths_are_faster(seed):
+    random = np.random.default_rng(seed)
+    worth = [np.sort(random.random(random.integers(0, 4)))[::-1] for _ in range(4)]
+    steps = cost({1: 1.0, 4: 1.1, 6: 1.0 + random.random(), 16: 2 + 3 * random.random()})
+    drafts = cost({0: 0.0, 1: 0.2 * random.random(), 3: 0.5})
+    chosen = allocate(worth, steps, drafts)
+    best = max(rate(worth, other, steps, drafts) for other in product(*(range(len(values) + 1) for values in worth)))
+    assert rate(worth, chosen, steps, drafts) == pytest.approx(best)
+
+
+def test_the_search_would_notice_a_worse_choice():
+    worth, chosen = [np.array([0.9, 0.8])], allocate([np.array([0.9, 0.8])], LINEAR, FREE)
+    assert chosen == [2] and rate(worth, [1], LINEAR, FREE) < rate(worth, [2], LINEAR, FREE)
+
+
+@pytest.mark.parametrize(
+    ("worth", "expected"),
+    [
+        ([[0.9, 0.8, 0.7], [0.01, 0.001]], [3, 0]),  # one row is predictable, the other is not
+        ([[0.04], [0.04]], [0, 0]),  # a token costs 0.1 of the 1.2 that the step takes for two
+        ([[], []], [0, 0]),
+    ],
+)
+def test_rows_draft_what_they_are_worth(worth, expected):
+    assert allocate([np.array(values, dtype=float) for values in worth], LINEAR, FREE) == expected
+
+
+def test_costs_are_medians_that_never_fall():
+    seen = Cost()
+    for seconds in (1.0, 1.2, 50.0):  # one of them in a slow spell
+        seen.add(4, seconds)
+    seen.add(8, 1.0)  # cannot be less than four tokens
+    seen.add(16, 3.0)
+    four, eight, twelve, many = seen(np.array([4, 8, 12, 99]))
+    assert four == eight == pytest.approx((3 * 1.2 + 1.0) / 4)
+    assert twelve == pytest.approx((eight + 3.0) / 2) and many == 3.0
+    assert seen.knows(4) and seen.knows(7) and not seen.knows(5) and not seen.knows(17)
+
+
+def test_only_the_latest_timings_count():
+    seen = Cost()
+    for seconds in (1.0,) * 20 + (2.0,) * 9:
+        seen.add(1, seconds)
+    assert seen(np.array([1])) == 2.0
+
+
+def test_acceptance_is_learned_by_request_and_fades():
+    known = Acceptance(3)
+    start = known.of(7)
+    assert start == pytest.approx([0.6, 0.36, 0.216])
+    for _ in range(30):
+        known.record(1, drafted=3, accepted=3)
+        known.record(2, drafted=3, accepted=0)
+    assert known.of(1)[2] > 0.8 and known.of(2)[0] < 0.2
+    assert 0.3 < known.of(3)[0] < 0.7  # a new request is taken for one of all
+    for _ in range(100):
+        known.record(2, drafted=0, accepted=0)
+    assert known.of(2)[0] > 0.3  # nothing was tried for long: worth another try
+    known.forget(1)
+    assert known.of(1) == pytest.approx(known.of(99))
+
+
+def simulated(budget, steps, accept, step_seconds, draft_seconds=lambda depth: 0.0, rows=4, longest=5, seed=0):
+    """Decode with known laws: tokens, seconds and the lengths of every step."""
+    random = np.random.default_rng(seed)
+    tokens, seconds, lengths = 0, 0.0, []
+    for _ in range(steps):
+        drafted = budget.lengths(range(rows), [longest] * rows)
+        accepted = [int((random.random(n) < accept(row)).cumprod().sum()) for row, n in enumerate(drafted)]
+        took = step_seconds(rows + sum(drafted)) * random.uniform(0.95, 1.05)
+        drafting = draft_seconds(max(drafted))
+        budget.record(range(rows), drafted, accepted, took, drafting)
+        tokens, seconds = tokens + rows + sum(accepted), seconds + took + drafting
+        lengths.append(drafted)
+    return tokens / seconds, lengths
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize("accept", [0.02, 0.3, 0.6, 0.9])
+def test_close_to_the_best_fixed_length_and_never_slower_than_none(slope, accept):
+    def step_seconds(M):
+        return 1 + slope * M
+
+    got, _ = simulated(Budget(5), 400, lambda row: accept, step_seconds)
+    fixed = []
+    for length in range(6):
+        expected = 4 * (1 - accept ** (length + 1)) / (1 - accept)
+        fixed.append(expected / step_seconds(4 + 4 * length))
+    assert got > 0.97 * fixed[0]
+    assert got > 0.93 * max(fixed)
+
+
+def test_a_dear_drafter_is_left_alone():
+    got, lengths = simulated(Budget(5), 600, lambda row: 0.5, lambda M: 1.0, lambda depth: 2.0 * depth)
+    assert got > 0.97 * 4 and sum(map(sum, lengths[20:])) < 0.05 * 580 * 20
+
+
+def test_rows_differ():
+    _, lengths = simulated(Budget(5), 200, lambda row: 0.9 if row == 0 else 0.02, lambda M: 1 + 0.1 * M)
+    mean = np.mean(lengths[50:], axis=0)
+    assert mean[0] > 3 and max(mean[1:]) < 0.5
+
+
+def test_the_cost_without_drafts_is_measured_first():
+    budget = Budget(3)
+    assert budget.lengths([0, 1], [3, 3]) == [0, 0]
+    budget.record([0, 1], [0, 0], [0, 0], 1.0, 0.0)
+    assert budget.lengths([0, 1], [3, 1]) == [3, 1]  # as far as is known more costs nothing, so it is tried
+    assert budget.lengths([5, 6, 7], [3, 3, 3]) == [0, 0, 0]
