@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from eval.bench_verify import peaked
-from eval.environment import environment
+from eval.environment import described
 from eval.timing import interleaved
 from specdec.contracts import Draft, Scores
 from specdec.draws import make_draws
@@ -62,7 +62,7 @@ def run(
         parts = operations(loaded.model, batch_size, draft_length, context)
         seconds = interleaved(parts, repeats, loaded.model.device)
     rows = [summary(part, seconds[part], statistics.median(seconds[FORWARD])) for part in parts]
-    about = environment(loaded.description, str(loaded.model.dtype).removeprefix("torch."), loaded.model.device)
+    about = described(loaded, {})
     shape = {"batch_size": batch_size, "draft_length": draft_length, "context": context, "repeats": repeats}
     if as_json:
         print(json.dumps({"environment": about, **shape, "parts": rows}, indent=2))

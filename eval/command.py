@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,11 @@ from transformers import PreTrainedModel
 
 from eval.conversations import ANSWERS, all_turns, first_turns
 from eval.divergence import Margins, divergences
-from eval.environment import environment, weights_digest
+from eval.environment import described
 from eval.folder import Folder, Result
 from eval.grid import Speculation, methods_at, speculations
 from eval.memory import measure
-from eval.methods import EncodedPrompt
+from eval.methods import EncodedPrompt, check_room
 from eval.processes import Processes
 from eval.publish import publish, show
 from eval.runner import Failure, Job, Record, execute, schedule
@@ -111,9 +112,10 @@ class Evaluation:
         print(f"target: {loaded.description}", file=sys.stderr)
         drafted = speculations(loaded, self.settings)
         if not self.prompts:
-            check_prompts(first_turns(self.sources, loaded, self.settings.raw), self.settings, loaded.model)
+            firsts = first_turns(self.sources, loaded, self.settings.raw)
+            check_prompts(firsts, self.settings.max_new_tokens, loaded.model)
             self.measured["memory"] = self._memory(loaded, drafted)
-            self._start(config, loaded)
+            self._start(config, loaded, drafted)
         for temperature in self.settings.temperatures:
             methods = methods_at(temperature, loaded, drafted, self.settings)
             jobs = list(schedule(self.prompts, methods, self.settings.batch_sizes, self.settings.repeats))
@@ -122,22 +124,20 @@ class Evaluation:
         if self.processes.is_first:
             self._examine(loaded, drafted)
 
-    def _start(self, config: dict[str, Any], loaded: LoadedModel) -> None:
+    def _start(self, config: dict[str, Any], loaded: LoadedModel, drafted: Sequence[Speculation]) -> None:
         """The first process readies the folder and the turns' answers; then all hold the same prompts and results."""
         if self.processes.is_first:
             if not self.folder.start(config):
                 (self.folder.path / ANSWERS).unlink(missing_ok=True)  # of a run that never came to a result
-            dtype = str(loaded.model.dtype).removeprefix("torch.")
-            described = environment(loaded.description, dtype, loaded.model.device)
-            described |= {"weights": weights_digest(loaded.model), "processes": self.processes.count}
-            self.folder.write_json("environment.json", described)
+            about = described(loaded, {one.text: one.drafter for one in drafted})
+            self.folder.write_json("environment.json", about | {"processes": self.processes.count})
             if later := sum(len(source.later_turns) for source in self.sources):
                 print(f"answering {later} earlier turn(s), once for every method", file=sys.stderr)
             all_turns(self.sources, loaded, self.settings, self.folder)
         self.processes.wait()
         self.results = self.folder.read()
         prompts = all_turns(self.sources, loaded, self.settings, self.folder)
-        check_prompts(prompts, self.settings, loaded.model)
+        check_prompts(prompts, self.settings.max_new_tokens, loaded.model)
         self.prompts = prompts
 
     def _execute(self, jobs: Sequence[Job]) -> None:
@@ -185,21 +185,14 @@ class Evaluation:
                 self.folder.write_json(f"{name}.json", content)
 
 
-def check_prompts(prompts: Sequence[EncodedPrompt], settings: Settings, model: PreTrainedModel) -> None:
+def check_prompts(prompts: Sequence[EncodedPrompt], max_new_tokens: int, model: PreTrainedModel) -> None:
     """Refuse, before hours of work, what would end them: repeated ids and prompts that leave no room to generate.
 
     Raises ValueError that names the prompt."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # not every family has a limit
-    ids: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in ids:
-            raise ValueError(f"two prompts have the id {prompt.id!r}: give each its own")
-        ids.add(prompt.id)
-        if positions is not None and len(prompt.tokens) + settings.max_new_tokens > positions:
-            raise ValueError(
-                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which with {settings.max_new_tokens} new ones "
-                f"is more than the model's {positions} positions: shorten it, drop it or lower --max-new-tokens"
-            )
+    ids = Counter(prompt.id for prompt in prompts)
+    if repeated := [id for id, count in ids.items() if count > 1]:
+        raise ValueError(f"two prompts have the id {repeated[0]!r}: give each its own")
+    check_room(model, prompts, max_new_tokens)
 
 
 def _requests(jobs: Sequence[Job]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -43,7 +43,7 @@ class Divergence:
         return self.gap is not None and self.gap < TIE
 
 
-def first_difference(tokens: list[int], control: list[int]) -> int | None:
+def first_difference(tokens: Sequence[int], control: Sequence[int]) -> int | None:
     """Index of the first place where the two differ, a missing token counting as different."""
     pairs = zip_longest(tokens, control)
     return next((place for place, (token, other) in enumerate(pairs) if token != other), None)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+
+from heads.saved import fingerprint
+from specdec.contracts import Drafter
+from specdec.models import LoadedModel
 
 PACKAGES = ("specdec", "torch", "transformers", "numpy")
-SAMPLES = 1024  # values per parameter that its digest is made of
 
 
 def environment(target: str, dtype: str, device: torch.device) -> dict[str, str | int]:
@@ -30,14 +33,20 @@ def environment(target: str, dtype: str, device: torch.device) -> dict[str, str 
     }
 
 
-def weights_digest(model: PreTrainedModel) -> str:
-    """16 hex digits that tell one set of weights from another: of a stride through every parameter, in float32."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        values = parameter.detach().flatten()
-        sample = values[:: 1 + len(values) // SAMPLES].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def described(loaded: LoadedModel, drafters: Mapping[str, Drafter]) -> dict[str, str | int]:
+    """`environment` of a loaded model, with fingerprints of its weights and of those of every drafter that has some."""
+    found = environment(loaded.description, str(loaded.model.dtype).removeprefix("torch."), loaded.model.device)
+    found["weights"] = fingerprint(loaded.model)
+    for name, drafter in drafters.items():
+        if modules := _modules(drafter):
+            found[f"weights of {name}"] = fingerprint(nn.ModuleList(modules))
+    return found
+
+
+def _modules(drafter: Drafter) -> list[nn.Module]:
+    """What a drafter drafts with: modules that it holds, itself or in an adapter (`specdec.target.Target`)."""
+    held = [getattr(value, "model", value) for value in vars(drafter).values()]
+    return [value for value in held if isinstance(value, nn.Module)]
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +16,23 @@ from eval.runner import Failure, Record
 Result = Record | Failure
 
 
-class Folder:
-    """`config.json`, `environment.json`, `results.jsonl` and, at the end, the summary and the reports under `path`.
+def result_of(fields: dict[str, Any]) -> Result:
+    """A line of an evaluation's results.jsonl."""
+    return Failure(**fields) if "traceback" in fields else Record(**fields)
 
-    share: this process's number where several work on the run. Each then writes a results file of its own, which
-    `merge` puts together; None for a process alone.
+
+class Folder:
+    """`config.json`, `results.jsonl` and what else a run writes, under `path`.
+
+    share:  this process's number where several work on the run. Each then writes a results file of its own, which
+            `merge` puts together; None for a process alone.
+    result: makes a result of a line's fields: a dataclass with `job`, `id` and the job's number of `rows`.
     """
 
-    def __init__(self, path: Path, share: int | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, share: int | None = None, result: Callable[[dict[str, Any]], Any] = result_of
+    ) -> None:
+        self.path, self._result_of = path, result
         self.results = path / "results.jsonl"
         self._mine = self.results if share is None else path / f"results-{share}.jsonl"
         self._config = path / "config.json"
@@ -69,7 +78,7 @@ class Folder:
 
     def read(self) -> list[Result]:
         """All results of finished jobs, those of every process, leaving the files as they are."""
-        return _finished([result for path in self._files() for result in _read(path)])
+        return _finished([result for path in self._files() for result in self._read(path)])
 
     def merge(self) -> list[Result]:
         """What `read` gives, which `results.jsonl` alone holds from now on: what a kill left of a job is dropped."""
@@ -112,31 +121,22 @@ class Folder:
         """Those results files that are there."""
         return [file for file in (self.results, *sorted(self.path.glob("results-*.jsonl"))) if file.exists()]
 
-
-def _read(path: Path) -> list[Result]:
-    """A results file's lines; a last line without its end, which a kill leaves, is left out."""
-    lines = path.read_text().split("\n")[:-1]
-    return [_result(path, number, line) for number, line in enumerate(lines, 1)]
+    def _read(self, path: Path) -> Iterator[Result]:
+        """A results file's lines; a last line without its end, which a kill leaves, is left out."""
+        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+            try:
+                yield self._result_of(json.loads(line))
+            except (json.JSONDecodeError, TypeError):
+                raise ValueError(
+                    f"{path}, line {number}, is not a result: remove the line to continue the run without it"
+                ) from None
 
 
 def _finished(results: Sequence[Result]) -> list[Result]:
-    """Failures, and records of jobs with all their rows, each once."""
-    once = {(result.job, result.id) if isinstance(result, Record) else result.row: result for result in results}
-    rows: dict[Any, int] = {}
-    for result in once.values():
-        if isinstance(result, Record):
-            rows[result.job] = rows.get(result.job, 0) + 1
+    """Failures, and results of jobs with all their rows, each once."""
+    once = {result.row if isinstance(result, Failure) else (result.job, result.id): result for result in results}
+    rows = Counter(result.job for result in once.values() if not isinstance(result, Failure))
     return [result for result in once.values() if isinstance(result, Failure) or rows[result.job] == result.rows]
-
-
-def _result(path: Path, number: int, line: str) -> Result:
-    try:
-        fields = json.loads(line)
-        return Failure(**fields) if "traceback" in fields else Record(**fields)
-    except (json.JSONDecodeError, TypeError):
-        raise ValueError(
-            f"{path}, line {number}, is not a result: remove the line to continue the run without it"
-        ) from None
 
 
 def _lines(results: Sequence[Result]) -> str:

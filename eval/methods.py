@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,18 @@ class FirstTokens:
             self._waiting.discard(row)
             self.tokens += len(tokens)
             self.seconds = time.perf_counter() - self.started
+
+
+def check_room(model: PreTrainedModel, prompts: Sequence[Any], max_new_tokens: int) -> None:
+    """Raises ValueError that names the first prompt (anything with an `id` and `tokens`) which, with its output, would
+    not fit the model's positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # not every family has a limit
+    for prompt in prompts:
+        if positions is not None and len(prompt.tokens) + max_new_tokens > positions:
+            raise ValueError(
+                f"prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which with {max_new_tokens} new ones is more "
+                f"than the model's {positions} positions: shorten it, drop it or generate fewer tokens"
+            )
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.call_checks import check_draft_length, fitting_verifier
-from specdec.cli import sampling_arguments
+from specdec.cli_options import sampling_arguments
 from specdec.registry import VERIFIERS, known
 
 

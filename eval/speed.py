@@ -43,8 +43,8 @@ def limits(row: dict[str, Any], runs: Runs, control: Runs, draft_length: int | N
     ideal_speedup:      AL x T_plain / (T_draft + T_verify + T_sample), times per decode step of the batch.
     achieved_of_ideal:  decode_speedup_vs_plain / ideal: below 1 by what the loop wastes, and by finished rows.
     oracle_speedup:     the same step with such drafts only as will be accepted; ideal_of_oracle: what others cost.
-    predicted_speedup:  Leviathan's closed form from the acceptance and the time of a drafted token; it takes every step
-                        to draft its full length.
+    predicted_speedup:  Leviathan's closed form from the noise-free acceptance (None without, as for trees) and the time
+                        of a drafted token; it takes every step to draft its full length.
     """
     found = dict.fromkeys(
         ("ideal_speedup", "achieved_of_ideal", "oracle_speedup", "ideal_of_oracle", "predicted_speedup")
@@ -60,8 +60,8 @@ def limits(row: dict[str, Any], runs: Runs, control: Runs, draft_length: int | N
     found["ideal_of_oracle"] = found["ideal_speedup"] / found["oracle_speedup"]
     if row["decode_speedup_vs_plain"] is not None:
         found["achieved_of_ideal"] = row["decode_speedup_vs_plain"] / found["ideal_speedup"]
-    alpha = row["acceptance_rate"] if row["noise_free_acceptance"] is None else row["noise_free_acceptance"]
-    found["predicted_speedup"] = leviathan_speedup(alpha, draft_length, step["draft"] / draft_length / t_plain)
+    if (alpha := row["noise_free_acceptance"]) is not None:
+        found["predicted_speedup"] = leviathan_speedup(alpha, draft_length, step["draft"] / draft_length / t_plain)
     return found
 
 

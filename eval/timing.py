@@ -18,8 +18,13 @@ def interleaved(calls: Mapping[Key, Callable[[], Any]], repeats: int, device: to
         for key, call in calls.items():
             started = time.perf_counter()
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             if number:
                 seconds[key].append(time.perf_counter() - started)
     return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

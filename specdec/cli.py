@@ -1,92 +1,36 @@
-"""The `specdec` command: argument parsing, streaming text and one-sentence errors. The work is done elsewhere."""
+"""The `specdec` command: `generate`, and the commands of the other cli_*.py files. The work is done elsewhere."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 import specdec
+from specdec import cli_bench, cli_eval, cli_plan, cli_train
 from specdec.call_checks import check_draft_length, fitting_verifier
+from specdec.cli_options import (
+    Device,
+    Drafter,
+    DType,
+    MaxNewTokens,
+    Raw,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    Verifier,
+    one_sentence_errors,
+    sampling_arguments,
+)
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
 from specdec.prompts import Prompt, encode
-from specdec.registry import COMMANDS, OWN_PACKAGES, VERIFIERS, known
+from specdec.registry import VERIFIERS, known
 from specdec.streaming import TokenPrinter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Speculative decoding: try it, then measure it.")
-bench = typer.Typer(no_args_is_help=True)
-train = typer.Typer(no_args_is_help=True)
-app.add_typer(bench, name="bench")
-app.add_typer(train, name="train")
-
-Target = Annotated[
-    str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' for the small model that `make demo` installs.")
-]
-DTypeOption = Annotated[
-    str, typer.Option(help="float32, bfloat16, float16, float64, or auto: bfloat16 where it is native, else float32.")
-]
-Device = Annotated[str, typer.Option(help="Where the target runs, such as cpu or cuda:0; auto takes what is there.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt, at most.")]
-DraftLength = Annotated[int, typer.Option(help="Drafted tokens per step; 0 is plain decoding.")]
-VerifierName = Annotated[str, typer.Option(help="Verification rule; auto: the lossless one that fits the draft.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy decoding; above 0 samples.")]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        help="Keep the k most probable tokens. Off unless given: HF's default 50 holds in model.generate only."
-    ),
-]
-TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass. Off unless given.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")]
-DRAFTER_HELP = (
-    "ngram, ngram:max_n=3,length=8 (length is the draft length), medusa, medusa:head=DIR, medusa:nodes=12,length=12 (a "
-    "tree), mtp, mtp:head=DIR, draft_model:model=PATH, draft_model:layers=6, or your own as module:Class"
-)
-
-
-def one_sentence_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Print what our own code refuses as one sentence on stderr and exit with status 2.
-
-    Only errors raised by this project's code are the user's to mend; any other keeps its traceback."""
-
-    @functools.wraps(command)
-    def wrapped(**options: Any) -> None:
-        try:
-            command(**options)
-        except (ValueError, NotImplementedError, ImportError, OSError, FloatingPointError) as error:
-            if not _raised_by_us(error):
-                raise
-            typer.echo(f"specdec: {error}", err=True)
-            raise typer.Exit(2) from None
-
-    return wrapped
-
-
-def sampling_arguments(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Keyword arguments of `generate` for the command line's sampling options: warpers are off unless asked for.
-
-    Raises ValueError for values out of range and for a warper without sampling."""
-    if temperature < 0:
-        raise ValueError(f"--temperature is {temperature}: give 0 for greedy decoding or a positive number")
-    if temperature == 0:
-        if top_k is not None or top_p is not None:
-            raise ValueError("--top-k and --top-p shape sampling and need a --temperature above 0")
-        return {"do_sample": False}
-    if top_k is not None and top_k < 0:
-        raise ValueError(f"--top-k is {top_k}: give a positive number, or 0 for off")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"--top-p is {top_p}: give a number above 0 and up to 1")
-    return {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_k": top_k or 0,
-        "top_p": 1.0 if top_p is None else top_p,
-    }
 
 
 @app.command()
@@ -94,19 +38,19 @@ def sampling_arguments(temperature: float, top_k: int | None, top_p: float | Non
 def generate(
     prompt: Annotated[str, typer.Option(help="What the model answers, or with --raw goes on from.")],
     target: Target = "demo",
-    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
+    drafter: Drafter = "ngram",
     max_new_tokens: MaxNewTokens = 128,
     draft_length: Annotated[
         int | None,
         typer.Option(help="Drafted tokens per step, at most; 0 is plain decoding. As many as pay unless given."),
     ] = None,
-    verifier: VerifierName = "auto",
+    verifier: Verifier = "auto",
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same sample.")] = None,
     raw: Raw = False,
-    dtype: DTypeOption = "auto",
+    dtype: DType = "auto",
     device: Device = "auto",
     color: Annotated[bool, typer.Option("--color", help="Drafted and accepted tokens in green.")] = False,
 ) -> None:
@@ -141,437 +85,11 @@ def generate(
     typer.echo(stats.summary())
 
 
-@app.command("eval")
-@one_sentence_errors
-def evaluate(
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, summary.json, report.md and report.html.")],
-    target: Target = "demo",
-    drafter: Annotated[list[str], typer.Option(help=f"{DRAFTER_HELP}; may be given several times")] = ("ngram",),
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="JSONL file with turns, prompt or messages per row (such as Spec-Bench's question.jsonl), or with "
-            "--column a data set, NAME or NAME:CONFIG; else the built-in prompts."
-        ),
-    ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Column of the data set with a text, a list of turns or a chat per row.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of the data set, where it has several.")] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,4,8",
-    max_new_tokens: MaxNewTokens = 128,
-    draft_length: Annotated[
-        str, typer.Option(help="Drafted tokens per step; 0 is plain decoding. Several, comma-separated.")
-    ] = "5",
-    verifier: Annotated[
-        str,
-        typer.Option(
-            help="Verification rules, comma-separated, each run at the temperatures that it fits; auto: the lossless "
-            "one that fits the draft."
-        ),
-    ] = "auto",
-    temperature: Annotated[
-        str, typer.Option(help="0 is greedy decoding; above 0 samples. Several, comma-separated.")
-    ] = "0",
-    top_k: TopK = None,
-    top_p: TopP = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
-    raw: Raw = False,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float32, bfloat16, float16, float64, or auto: bfloat16 where it is native, else float32. Several, "
-            "comma-separated."
-        ),
-    ] = "auto",
-    device: Device = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="N prompts, in turn from each category.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each batch is timed with each method.")] = 1,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken rows of the prompts.")] = False,
-    memory: Annotated[
-        int | None, typer.Option(min=1, help="Also measure tensor bytes with this many tokens of context.")
-    ] = None,
-    traces: Annotated[int, typer.Option("--trace", min=0, help="Show every step of the first N prompts.")] = 0,
-    to_wandb: Annotated[
-        bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases too.")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table's rows as JSON, and nothing else.")] = False,
-) -> None:
-    """Measure acceptance, speed and equality of the output against plain decoding and against HF generate."""
-    known(COMMANDS, "eval", "command")(
-        target=target,
-        drafters=tuple(drafter),
-        prompts=prompts,
-        column=column,
-        split=split,
-        batch_sizes=_numbers(batch_sizes),
-        max_new_tokens=max_new_tokens,
-        temperatures=_several("--temperature", temperature, float),
-        top_k=top_k,
-        top_p=top_p,
-        draft_lengths=_several("--draft-length", draft_length, int),
-        verifiers=_several("--verifier", verifier, str),
-        seed=seed,
-        raw=raw,
-        dtypes=_several("--dtype", dtype, str),
-        device=device,
-        limit=limit,
-        repeats=repeats,
-        skip_bad=skip_bad,
-        out=out,
-        memory=memory,
-        traces=traces,
-        to_wandb=to_wandb,
-        resume=resume,
-        as_json=as_json,
-    )
-
-
-@train.callback()
-def _recipes() -> None:
-    """Train heads, or a draft model, on the target's own answers. `specdec train RECIPE --help` lists the settings."""
-
-
-def _add_recipe(name: str, described: str) -> None:
-    """`specdec train NAME`: its arguments go on to the recipe, which is also a module for `accelerate launch`."""
-    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-    @train.command(name, context_settings=passed_on, help=described)
-    @one_sentence_errors
-    def recipe(context: typer.Context) -> None:
-        known(COMMANDS, f"train {name}", "command")(context.args)
-
-
-_add_recipe("medusa", "Medusa heads: one more output head per token ahead.")
-_add_recipe("mtp", "A multi-token-prediction head: one more decoder layer, applied again for each token ahead.")
-_add_recipe("draft", "A small draft model, distilled from some of the target's layers.")
-
-
-@app.command()
-@one_sentence_errors
-def export(
-    folder: Annotated[Path, typer.Argument(help="Folder of a trained head, such as OUT/head.")],
-    form: Annotated[str, typer.Option("--format", help="vllm-medusa, fasterdecoding or native-mtp.")],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    target: Target = "demo",
-    dtype: DTypeOption = "auto",
-) -> None:
-    """Write a head in another project's format, and compare what is read back with the head itself."""
-    known(COMMANDS, "export", "command")(folder, form, out, load_target(target, dtype, "cpu").model, target)
-    typer.echo(f"{out}: {folder} as {form}, read back and equal")
-
-
-@bench.callback()
-def _parts() -> None:
-    """Time parts on their own."""
-
-
-@bench.command("step")
-@one_sentence_errors
-def bench_step(
-    target: Target = "demo",
-    batch_size: Annotated[int, typer.Option(help="Rows.")] = 8,
-    draft_length: DraftLength = 5,
-    context: Annotated[int, typer.Option(help="Cached tokens per row.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Rounds; every part is timed once in each.")] = 9,
-    dtype: DTypeOption = "auto",
-    device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-) -> None:
-    """Time the parts of a step beside the target's forward: verification rules and logits processors."""
-    check_draft_length(draft_length)
-    known(COMMANDS, "bench step", "command")(
-        target=target,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        draft_length=draft_length,
-        context=context,
-        repeats=repeats,
-        as_json=as_json,
-    )
-
-
-@bench.command("train")
-@one_sentence_errors
-def bench_train(
-    kind: Annotated[str, typer.Argument(help="medusa or mtp.")],
-    target: Target = "demo",
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples.")] = 8,
-    draft_vocab_size: Annotated[int, typer.Option(min=1, help="Ids that the head can propose.")] = 8192,
-    repeats: Annotated[int, typer.Option(min=2, help="Rounds; both are timed once in each.")] = 7,
-    dtype: DTypeOption = "auto",
-    device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-) -> None:
-    """Time a training step beside the bare forward and backward of the same modules."""
-    known(COMMANDS, "bench train", "command")(
-        kind=kind,
-        target=target,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        draft_vocab_size=draft_vocab_size,
-        repeats=repeats,
-        as_json=as_json,
-    )
-
-
-@bench.command("verify")
-@one_sentence_errors
-def bench_verify(
-    small: Annotated[bool, typer.Option("--small", help="8 rows, vocabulary 32,768.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-) -> None:
-    """Time verification kernels against the bytes they must read; the torch rules where there is no GPU."""
-    known(COMMANDS, "bench verify", "command")(small=small, as_json=as_json)
-
-
-plan = typer.Typer(no_args_is_help=True)
-app.add_typer(plan, name="plan")
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
-PlanPrompts = Annotated[str | None, typer.Option(help="JSONL file, as for eval; else the built-in prompts.")]
-PlanLimit = Annotated[int, typer.Option(help="N prompts, in turn from each category; the largest batch of the loop.")]
-PlanSteps = Annotated[int, typer.Option(help="Decode steps of each run of the loop.")]
-PlanRepeats = Annotated[int, typer.Option(help="How often each forward of the grid is measured.")]
-
-
-@plan.callback()
-def _plans() -> None:
-    """Predict what speculation is worth on other models, devices and batch sizes."""
-
-
-@plan.command("measure")
-@one_sentence_errors
-def plan_measure(
-    out: Annotated[Path, typer.Option(help="Folder for costs.json.")],
-    target: Target = "demo",
-    drafter: Annotated[list[str], typer.Option(help=f"{DRAFTER_HELP}; may be given several times")] = ("ngram",),
-    draft_length: DraftLength = 8,
-    batch_sizes: Annotated[str, typer.Option(help="Of the forwards, comma-separated.")] = "1,2,4,8",
-    contexts: Annotated[str, typer.Option(help="Cached tokens per row, comma-separated.")] = "64,512",
-    prompts: PlanPrompts = None,
-    raw: Raw = False,
-    limit: PlanLimit = 8,
-    steps: PlanSteps = 16,
-    repeats: PlanRepeats = 5,
-    dtype: DTypeOption = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Measure the packed forward over a grid, the device, the loop and the drafters."""
-    known(COMMANDS, "plan measure", "command")(
-        out=out,
-        target=target,
-        drafters=tuple(drafter),
-        draft_length=draft_length,
-        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
-        contexts=_whole_numbers("--contexts", contexts),
-        prompts=prompts,
-        raw=raw,
-        limit=limit,
-        steps=steps,
-        repeats=repeats,
-        dtype=dtype,
-        device=device,
-        as_json=as_json,
-    )
-
-
-@plan.command("predict")
-@one_sentence_errors
-def plan_predict(
-    out: Annotated[Path, typer.Option(help="Folder for prediction.json and prediction.png.")],
-    costs: Annotated[Path | None, typer.Option(help="costs.json of the device, from `plan measure`.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Of a device without costs, in GB/s.")] = None,
-    compute: Annotated[float | None, typer.Option(help="Of a device without costs, in TFLOP/s.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Folder, config.json or Hub id to plan for; else the model of --costs.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights of --model and --draft-model.")] = "bfloat16",
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="By depth, given that it is reached: 0.8,0.7,0.6; or an eval folder; else that of --costs."),
-    ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Which one of --costs and of the eval folder.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Which rows of the eval folder.")] = None,
-    draft_ratio: Annotated[
-        float | None, typer.Option(help="A drafted token's time over the target's; else as --costs measured.")
-    ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Configuration of the drafter, as for --model.")] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16,32,64,128,256,512",
-    contexts: Annotated[str, typer.Option(help="Cached tokens per row, comma-separated.")] = "512,4096,32768",
-    as_json: AsJson = False,
-) -> None:
-    """Predict the speed-up, the best draft length and the batch from which on speculation stops paying."""
-    known(COMMANDS, "plan predict", "command")(
-        out=out,
-        costs=costs,
-        bandwidth=None if bandwidth is None else 1e9 * bandwidth,
-        compute=None if compute is None else 1e12 * compute,
-        model=model,
-        dtype=dtype,
-        acceptance=acceptance,
-        drafter=drafter,
-        temperature=temperature,
-        draft_ratio=draft_ratio,
-        draft_model=draft_model,
-        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
-        contexts=_whole_numbers("--contexts", contexts),
-        as_json=as_json,
-    )
-
-
-@plan.command("check")
-@one_sentence_errors
-def plan_check(
-    out: Annotated[Path, typer.Option(help="Folder for costs.json, check.json and check.png.")],
-    target: Target = "demo",
-    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
-    batch_sizes: Annotated[str, typer.Option(help="Comma-separated; each divides --limit.")] = "1,4,8",
-    draft_lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "2,5",
-    prompts: PlanPrompts = None,
-    raw: Raw = False,
-    limit: PlanLimit = 8,
-    steps: PlanSteps = 16,
-    repeats: PlanRepeats = 5,
-    dtype: DTypeOption = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Predict the loop's speed-up, measure it, and exit with status 1 where they are too far apart."""
-    known(COMMANDS, "plan check", "command")(
-        out=out,
-        target=target,
-        drafter=drafter,
-        batch_sizes=_whole_numbers("--batch-sizes", batch_sizes),
-        draft_lengths=_whole_numbers("--draft-lengths", draft_lengths),
-        prompts=prompts,
-        raw=raw,
-        limit=limit,
-        steps=steps,
-        repeats=repeats,
-        dtype=dtype,
-        device=device,
-        as_json=as_json,
-    )
-
-
-@plan.command("split")
-@one_sentence_errors
-def plan_split(
-    out: Annotated[Path, typer.Option(help="Folder for split.json and split.png.")],
-    prefill_rate: Annotated[float, typer.Option(help="Requests/s that one device prefills.")],
-    decode_rate: Annotated[float, typer.Option(help="Requests/s that one device decodes without speculation.")],
-    devices: Annotated[int, typer.Option(help="In all; every number from 2 up to it is planned.")] = 8,
-    decode_speedup: Annotated[float, typer.Option(help="What speculation makes of decode, as predicted.")] = 1.0,
-    as_json: AsJson = False,
-) -> None:
-    """Divide devices between prefill and decode, without and with speculation."""
-    known(COMMANDS, "plan split", "command")(
-        out=out,
-        prefill_rate=prefill_rate,
-        decode_rate=decode_rate,
-        devices=devices,
-        decode_speedup=decode_speedup,
-        as_json=as_json,
-    )
-
-
-@app.command("fidelity")
-@one_sentence_errors
-def fidelity(
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, fidelity.json and fidelity.md.")],
-    target: Target = "demo",
-    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "ngram",
-    prompts: Annotated[str | None, typer.Option(help="JSONL file, as for eval; else the built-in prompts.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Of the batched rungs.")] = 8,
-    max_new_tokens: MaxNewTokens = 64,
-    draft_length: DraftLength = 5,
-    verifier: VerifierName = "auto",
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
-    samples: Annotated[int, typer.Option(help="Seeds of the last rung: more tokens for the distribution tests.")] = 1,
-    raw: Raw = False,
-    dtype: DTypeOption = "auto",
-    device: Device = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="N prompts, in turn from each category.")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out broken lines of the prompts file.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")] = False,
-    self_check: Annotated[
-        bool,
-        typer.Option(
-            "--self-check", help="Inject known bugs instead, drafting with the target's first layers, and catch each."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-) -> None:
-    """Is the output still the target model's, and where it is not, why? Exit status 1 where it is not."""
-    known(COMMANDS, "fidelity", "command")(
-        target=target,
-        drafter=drafter,
-        prompts=prompts,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling_arguments(temperature, top_k, top_p),
-        draft_length=draft_length,
-        verifier=verifier,
-        seed=seed,
-        samples=samples,
-        raw=raw,
-        dtype=dtype,
-        device=device,
-        limit=limit,
-        skip_bad=skip_bad,
-        out=out,
-        resume=resume,
-        self_checked=self_check,
-        as_json=as_json,
-    )
-
-
-def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}: give whole numbers separated by commas, such as 1,4,8") from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--batch-sizes is {text!r}: give whole numbers separated by commas, such as 1,4,8") from None
-
-
-@app.command()
-@one_sentence_errors
-def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that specdec eval wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the comparison of several runs.")] = None,
-    to_wandb: Annotated[bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table's rows as JSON, and nothing else.")] = False,
-) -> None:
-    """Make a run's reports again, also of a killed one, or show several runs side by side."""
-    known(COMMANDS, "report", "command")(folders, out, as_json, to_wandb)
-
-
-def _several(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    """A comma-separated option's values."""
-    try:
-        return tuple(kind(part.strip()) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}: give one or more of type {kind.__name__}, comma-separated") from None
-
-
-def _raised_by_us(error: Exception) -> bool:
-    frame = error.__traceback__
-    while frame.tb_next:
-        frame = frame.tb_next
-    return frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("specdec", *OWN_PACKAGES)
+cli_eval.add_to(app)
+app.add_typer(cli_plan.plan, name="plan")
+app.add_typer(cli_bench.bench, name="bench")
+app.add_typer(cli_train.train, name="train")
+app.command()(cli_train.export)
 
 
 def main() -> None:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import specdec
-from eval.methods import EncodedPrompt, Method, Request, engine_method
+from eval.methods import EncodedPrompt, Method, Request, check_room, engine_method
 from eval.runner import Record, records, schedule
 from eval.summary import rows
-from specdec.cli import sampling_arguments
+from specdec.cli_options import sampling_arguments
 from specdec.contracts import Drafter
 from specdec.models import LoadedModel
 from train.data import TrainPrompt
-from train.replay import Accuracy
-from train.responses import check_room
 
 ACCEPTANCE_FILE = "acceptance.jsonl"
 OF_SUMMARY = (  # what is kept of a row of `specdec eval`; not its speeds, since nothing is timed against a control here
@@ -44,11 +42,11 @@ def evaluate_acceptance(
     """One row per temperature, drafter and batch size; each goes to `out`/acceptance.jsonl as soon as it is known.
 
     drafters: by the name that reports give them, each with its draft length.   temperatures: 0 is greedy decoding.
-    A row has `drafter`, `draft_length`, `max_new_tokens`, what OF_SUMMARY lists, and `conditional_acceptance` as
-    `accepted_by_depth` defines it.
+    A row has `drafter`, `draft_length`, `max_new_tokens`, what OF_SUMMARY lists, and `conditional_acceptance` by
+    position, as `eval.acceptance.by_position` defines it.
     Raises ValueError for a prompt that leaves no room to answer, before anything is run.
     """
-    check_room(loaded, prompts, max_new_tokens)
+    check_room(loaded.model, prompts, max_new_tokens)
     numbered = [EncodedPrompt(number, prompt.id, "", prompt.tokens) for number, prompt in enumerate(prompts)]
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     found = []
@@ -59,25 +57,12 @@ def evaluate_acceptance(
             done = _answered(method, numbered, size, max_new_tokens)
             [summary] = rows(done, [name], temperature, dtype, compared=())
             row = {"drafter": name, "draft_length": length, "max_new_tokens": max_new_tokens}
-            row |= {key: summary[key] for key in OF_SUMMARY} | {"conditional_acceptance": accepted_by_depth(done)}
+            row |= {key: summary[key] for key in OF_SUMMARY}
+            row["conditional_acceptance"] = [at["conditional"] for at in summary["acceptance_by_position"]]
             file.write(json.dumps(row) + "\n")
             file.flush()
             found.append(row)
     return found
-
-
-def accepted_by_depth(done: Sequence[Record]) -> list[float]:
-    """Per depth k, the share of decode steps that accepted a k-th token among those that had accepted k - 1 and drafted
-    at least k; up to the last depth that any step reached. In a tree, a path that ended at a leaf counts as rejected.
-
-    Example: steps that drafted [3, 3, 1] and accepted [2, 0, 1]: [2/3, 1, 0]."""
-    steps = [step for record in done for step in zip(record.drafted, record.accepted, strict=True)]
-    depths = range(1, max((drafted for drafted, _ in steps), default=0) + 1)
-    counts = Accuracy(
-        reached=tuple(sum(drafted >= k and accepted >= k - 1 for drafted, accepted in steps) for k in depths),
-        right=tuple(sum(accepted >= k for _, accepted in steps) for k in depths),
-    )
-    return [share for share in counts.conditional if share is not None]
 
 
 def _answered(method: Method, prompts: Sequence[EncodedPrompt], batch_size: int, max_new_tokens: int) -> list[Record]:

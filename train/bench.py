@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from eval.environment import environment
+from eval.environment import described
 from eval.timing import interleaved
 from specdec.models import load_target
 from train.batches import Batch, Example, padded
@@ -64,7 +64,7 @@ def run(
         "peak_bytes": peak_bytes(loaded.model.device),
     }
     if as_json:
-        about = environment(loaded.description, str(loaded.model.dtype).removeprefix("torch."), loaded.model.device)
+        about = described(loaded, {})
         print(json.dumps({"environment": about, **found}, indent=2))
         return
     print(

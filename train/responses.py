@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import specdec
-from eval.methods import EncodedPrompt, Method, Request, engine_method
+from eval.methods import EncodedPrompt, Method, Request, check_room, engine_method
 from heads.saved import fingerprint
-from specdec.cli import sampling_arguments
+from specdec.cli_options import sampling_arguments
 from specdec.models import LoadedModel
 from train.batches import Example
 from train.data import TrainPrompt
@@ -66,7 +66,7 @@ def respond(
     processes left behind counts as done. Raises ValueError, in one sentence and before anything is computed, for a
     folder made with another model, template, prompts or settings, and for a prompt that leaves no room to answer.
     """
-    check_room(loaded, prompts, settings.max_new_tokens)
+    check_room(loaded.model, prompts, settings.max_new_tokens)
     claim(folder, made_from(loaded, prompts, settings))
     path = folder / ("responses.jsonl" if world == 1 else f"responses-{rank}.jsonl")
     _drop_cut_line(path)
@@ -127,17 +127,6 @@ def made_from(loaded: LoadedModel, prompts: Sequence[TrainPrompt], settings: Res
         "prompts": digest([(prompt.id, prompt.tokens) for prompt in prompts]),
         **asdict(settings),
     }
-
-
-def check_room(loaded: LoadedModel, prompts: Sequence[TrainPrompt], max_new_tokens: int) -> None:
-    """ValueError where the longest prompt and its answer would not fit the model's positions."""
-    positions = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)  # not all have a limit
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-    if positions is not None and len(longest.tokens) + max_new_tokens > positions:
-        raise ValueError(
-            f"prompt {longest.id!r} has {len(longest.tokens)} tokens, which with {max_new_tokens} new ones is more "
-            f"than the model's {positions} positions: lower max_prompt_tokens or max_new_tokens"
-        )
 
 
 def _plain_decoding(loaded: LoadedModel, settings: ResponseSettings) -> Method:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 
 from drafters.ngram import NGramDrafter
+from eval.divergence import first_difference
 from eval.fidelity.ladder import BATCHED, CONTROL, PLAIN, PLAIN_BATCHED, REFERENCE, SPECULATIVE, Job, Ladder
 from eval.fidelity.recorder import KeptStep
 from eval.fidelity.replay import TOLERANCE, choice_scores, replay
@@ -57,11 +57,6 @@ class Difference:
     control_token: int | None
     cause: str
     evidence: Evidence
-
-
-def first_difference(tokens: Sequence[int], control: Sequence[int]) -> int | None:
-    """Index of the first place where the two differ, a missing token counting as different."""
-    return next((place for place, (a, b) in enumerate(zip_longest(tokens, control)) if a != b), None)
 
 
 def differences(ladder: Ladder, results: Sequence[Result], envelope: Envelope) -> list[Difference]:

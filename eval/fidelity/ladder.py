@@ -25,6 +25,7 @@ from eval.fidelity.recorder import Keep, KeptStep, Recorder
 from eval.fidelity.rescore import at_width, hf_processors, processed
 from eval.fidelity.results import JobKey
 from eval.methods import EncodedPrompt, left_padded
+from eval.runner import batches
 from specdec.contracts import Drafter, Verifier
 from specdec.stats import Stats
 
@@ -115,12 +116,11 @@ class Ladder:
 
     def jobs(self) -> Iterator[Job]:
         """In the order of the rungs; only the last one is sampled with more than one seed."""
-        ordered = sorted(self.prompts, key=lambda prompt: (len(prompt.tokens), prompt.number))
         for rung in RUNGS:
             size = self.batch_size if rung.batched else 1
             for sample in range(self.samples if rung is BATCHED else 1):
-                for batch, first in enumerate(range(0, len(ordered), size)):
-                    yield Job(rung, sample, batch, ordered[first : first + size])
+                for batch, rows in enumerate(batches(self.prompts, size)):
+                    yield Job(rung, sample, batch, rows)
 
     def watch(self, job: Job, keep: Keep) -> Watched:
         """Run the job with its verifier watched."""

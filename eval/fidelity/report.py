@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eval.fidelity.attribute import CAUSES, first_difference
+from eval.divergence import first_difference
+from eval.fidelity.attribute import CAUSES
 from eval.fidelity.ladder import BATCHED, PLAIN, PLAIN_BATCHED, REFERENCE, RUNGS, SPECULATIVE, Ladder
 from eval.fidelity.results import Result
 from eval.fidelity.settings import ALPHA, CONFIDENCE, POWER
 from eval.fidelity.verdict import Examination
+from eval.report import markdown_table
 
 COMPARED = (
     (REFERENCE, PLAIN),
@@ -170,9 +172,8 @@ def _section(title: str, lines: list[str]) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
-    lines += [[_cell(row[column]) for column in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    header = [column.replace("_", " ") for column in columns]
+    return markdown_table(header, [[_cell(row[column]) for column in columns] for row in rows])
 
 
 def _cell(value: Any) -> str:

@@ -24,10 +24,11 @@ from eval.fidelity.ladder import BATCHED, PLAIN_BATCHED, Job, Ladder
 from eval.fidelity.observe import observe
 from eval.fidelity.recorder import Recorder
 from eval.fidelity.replay import replay
-from eval.fidelity.results import Result, Store
+from eval.fidelity.results import Result
 from eval.fidelity.state import Envelope
 from eval.fidelity.toy import TREE, TableDrafter, toy_ladder
 from eval.fidelity.verdict import Finding, failed_tests, holm, single_findings
+from eval.folder import Folder
 from specdec.contracts import Draft, Scores
 from specdec.draws import FreshDraws
 from verifiers.block import BlockVerifier
@@ -61,7 +62,7 @@ class Check:
         return bool(self.caught_by) != (self.bug == "none")
 
 
-def self_check(ladder: Ladder, store: Store, as_json: bool) -> int:
+def self_check(ladder: Ladder, folder: Folder, as_json: bool) -> int:
     """Run all checks, print the table and write self-check.json; the exit status, 1 where a check went wrong."""
     table = Table()
     for column in ("bug", "on", "caught by", "tokens", "also by", "smallest bias seen", "evidence", ""):
@@ -74,7 +75,7 @@ def self_check(ladder: Ladder, store: Store, as_json: bool) -> int:
         table.add_row(check.bug, check.on, *cells, "as it should be" if check.right else "WRONG")
         print(f"{check.bug}, {check.on}: {check.caught_by or 'nothing found'}", file=sys.stderr)
     rows = [asdict(check) | {"right": check.right} for check in checks]
-    store.write("self-check.json", json.dumps(rows, indent=2) + "\n")
+    folder.write_json("self-check.json", rows)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.plan.roofline import Device, Point
+from eval.timing import interleaved
+from specdec.cache import SlotCache
 from specdec.contracts import Draft
 from specdec.step import Segment
 from specdec.target import Target
@@ -26,48 +28,27 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
     kind = "cuda" if device.type == "cuda" else "cpu"
     source = torch.zeros(COPY_BYTES[kind] // 2, dtype=torch.uint8, device=device)
     destination = torch.zeros_like(source)
-    copy = median_seconds(lambda: destination.copy_(source), device)
     side = MATRIX[kind]
     a, b = torch.ones(2, side, side, dtype=dtype, device=device)
-    product = median_seconds(lambda: a @ b, device)
-    return Device(bandwidth=COPY_BYTES[kind] / copy, compute=2 * side**3 / product)
-
-
-def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of REPEATS calls after one that does not count."""
-    return statistics.median([timed(call, device) for _ in range(REPEATS + 1)][1:])
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the device's work included."""
-    synchronize(device)
-    started = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    seconds = interleaved({"copy": lambda: destination.copy_(source), "product": lambda: a @ b}, REPEATS, device)
+    copied, multiplied = (statistics.median(seconds[name]) for name in ("copy", "product"))
+    return Device(bandwidth=COPY_BYTES[kind] / copied, compute=2 * side**3 / multiplied)
 
 
 def measure_forwards(
     model: PreTrainedModel, rows: Sequence[int], widths: Sequence[int], contexts: Sequence[int], repeats: int
 ) -> list[Point]:
-    """Median seconds of the target's packed forward at every point of the grid; all are measured once per round, so
-    that a slow spell of the machine hits all alike.
+    """Median seconds of the target's packed forward at every point of the grid, all of it once per round.
 
     Raises ValueError for an empty or repeated axis, for sizes below 1 and for more positions than the model has."""
     target = Target(model)
     check_grid(rows, widths, contexts, target.max_positions)
-    seconds: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for _ in range(repeats):
-        for context in contexts:
-            for count in rows:
-                for width, spent in _round(target, count, widths, context):
-                    seconds[count, width, context].append(spent)
+    cache = target.new_cache()
+    cache.admit(range(max(rows)))
+    cache.reserve(max(contexts) + max(widths))
+    rounds = repeats + 1  # `interleaved` runs one that does not count
+    calls = {place: _forward(target, cache, *place, rounds) for place in product(rows, widths, contexts)}
+    seconds = interleaved(calls, repeats, target.device)
     return [Point(*place, statistics.median(times)) for place, times in seconds.items()]
 
 
@@ -83,19 +64,12 @@ def check_grid(rows: Sequence[int], widths: Sequence[int], contexts: Sequence[in
         )
 
 
-def _round(target: Target, rows: int, widths: Sequence[int], context: int) -> Iterator[tuple[int, float]]:
-    """Each width once, over the same cache, after a forward that allocates it. What the cache holds does not change the
-    time: zeros. A step is packed anew each time, since it keeps its masks, which are part of the forward's time."""
-    cache = target.new_cache()
-    cache.admit(range(rows))
-    token = np.zeros(1, dtype=np.int64)
-    segments = [Segment(row, token, context, scored=True) for row in range(rows)]
-
-    def forward(width: int) -> float:
-        tokens = torch.zeros(rows, width - 1, dtype=torch.long, device=target.device)
-        step = target.pack(segments, Draft(tokens, [width - 1] * rows), cache)
-        return timed(lambda: target.forward(step, cache), target.device)
-
-    forward(max(widths))
-    for width in widths:
-        yield width, forward(width)
+def _forward(
+    target: Target, cache: SlotCache, rows: int, width: int, context: int, calls: int
+) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    """A forward of the first `rows` rows of the cache, to be called `calls` times. What the cache holds does not change
+    the time: zeros. Each call has a step of its own, since a step keeps its masks, which are part of the time."""
+    segments = [Segment(row, np.zeros(1, dtype=np.int64), context, scored=True) for row in range(rows)]
+    draft = Draft(torch.zeros(rows, width - 1, dtype=torch.long, device=target.device), [width - 1] * rows)
+    steps = iter([target.pack(segments, draft, cache) for _ in range(calls)])
+    return lambda: target.forward(next(steps), cache)

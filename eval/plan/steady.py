@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from eval.plan.measure import synchronize
+from eval.timing import synchronize
 from specdec.cache import SlotCache
 from specdec.contracts import Draft, Drafter, Draws
 from specdec.loop import CHUNK, Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from eval.environment import environment
+from eval.environment import described
 from eval.plan.calibrate import calibrate
 from eval.plan.costs import Costs, MeasuredDrafter
 from eval.plan.measure import measure_device, measure_forwards
@@ -57,7 +57,7 @@ class Workload:
         found = {name: calibrate(model, *drafter, texts, self.steps) for name, drafter in drafters.items()}
         loop = next(iter(found.values())) if found else calibrate(model, None, 0, texts, self.steps)
         return Costs(
-            environment=environment(loaded.description, str(model.dtype).removeprefix("torch."), model.device),
+            environment=described(loaded, {name: drafter for name, (drafter, _) in drafters.items()}),
             shape=shape_of(model, loaded.description),
             device=measure_device(model.device, model.dtype),
             points=tuple(points),

@@ -39,6 +39,12 @@ def test_positions_are_conditional_and_unconditional():
     assert second == {"drafted": 2, "conditional": 1.0, "unconditional": 0.5, "noise_free": 0.5}
 
 
+def test_a_path_that_ends_at_a_leaf_counts_as_rejected_there():
+    """Two steps with trees of 7 nodes: one accepted path ended at depth 2, the other at depth 1."""
+    found = by_position([record("medusa", drafted=[7, 7], accepted=[2, 1])])
+    assert [position["conditional"] for position in found] == [1.0, 0.5, 0.0]
+
+
 def test_a_position_that_no_step_reached_is_left_out():
     assert len(by_position([record("x", drafted=[3], accepted=[0], accept_prob=[[0.1]])])) == 1
 

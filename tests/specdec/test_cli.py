@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 import specdec.cli
-from specdec.cli import app, one_sentence_errors, sampling_arguments
+from specdec.cli import app
+from specdec.cli_options import one_sentence_errors, sampling_arguments
 from specdec.models import LoadedModel
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer

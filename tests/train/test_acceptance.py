@@ -7,9 +7,8 @@ import torch
 
 from specdec.contracts import BaseDrafter, Draft
 from specdec.models import LoadedModel
-from tests.eval.samples import record
 from tests.tiny_models import tiny
-from train.acceptance import accepted_by_depth, evaluate_acceptance
+from train.acceptance import evaluate_acceptance
 from train.data import TrainPrompt
 
 NEW = 9
@@ -85,20 +84,3 @@ def test_a_prompt_without_room_is_refused_before_anything_is_run(loaded, tmp_pat
     with pytest.raises(ValueError, match="prompt 'a' has 3 tokens"):
         evaluate(loaded, {"x": (Scripted(loaded.model), 2)}, tmp_path, max_new_tokens=254)
     assert not (tmp_path / "acceptance.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("drafted", "accepted", "expected"),
-    [
-        ([3, 3, 1], [2, 0, 1], [2 / 3, 1.0, 0.0]),
-        ([2, 2], [0, 0], [0.0]),
-        ([0, 0], [0, 0], []),
-        ([7, 7], [2, 1], [1.0, 0.5, 0.0]),  # trees of 7 nodes: the path of the first ended at depth 2
-    ],
-)
-def test_acceptance_by_depth(drafted, accepted, expected):
-    halves = [
-        record("x", drafted=drafted[:1], accepted=accepted[:1]),
-        record("x", drafted=drafted[1:], accepted=accepted[1:]),
-    ]
-    assert accepted_by_depth(halves) == expected

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.fidelity.attribute import differences, first_difference
+from eval.fidelity.attribute import differences
 from eval.fidelity.bugs import late_stop, shifted_positions, stale_slot
 from eval.fidelity.ladder import PLAIN_BATCHED, SPECULATIVE
 from eval.fidelity.state import Envelope
@@ -28,14 +28,6 @@ class SecondBest(GreedyVerifier):
 def examined(ladder, *rungs):
     results = climbed(ladder, *rungs)
     return results, examine(ladder, results)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "control", "place"),
-    [([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 2], 2), ([], [], None)],
-)
-def test_first_difference(tokens, control, place):
-    assert first_difference(tokens, control) == place
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "coupled"])

@@ -1,11 +1,14 @@
 """The six rungs: what each of them runs, and what is known of its tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval.fidelity.ladder import BATCHED, PLAIN, RUNGS, WIDTH
 from eval.fidelity.observe import observe
-from eval.fidelity.results import Result, Store
+from eval.fidelity.results import Result
+from eval.folder import Folder
 from tests.eval.fidelity.ladders import SAMPLED, climbed, ladder_of
 from tests.tiny_models import tiny
 
@@ -74,21 +77,14 @@ def test_the_place_of_a_token_among_the_steps():
         result.step_of(4)
 
 
-def test_a_killed_run_loses_no_finished_job(tmp_path):
-    ladder, store = ladder_of(sampling=SAMPLED), Store(tmp_path / "out")
+def test_results_come_back_from_their_folder_as_they_were(tmp_path):
+    ladder, folder = ladder_of(sampling=SAMPLED), Folder(tmp_path / "out", result=lambda fields: Result(**fields))
+    assert folder.start({"seed": 1}) == []
     jobs = [job for job in ladder.jobs() if job.rung in (PLAIN, BATCHED)][-3:]
     done = [observe(ladder, job, []) for job in jobs]
-    assert store.start({"seed": 1}) == []
     for results in done:
-        store.append(results)
-    assert store.start({"seed": 1}) == sum(done, [])
-    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines(keepends=True)
-    two_rows = next(results for results in done if len(results) == 2)
-    broken = [line for line in lines if f'"id": "{two_rows[1].id}"' not in line or '"rung": 1' in line]
-    (tmp_path / "out" / "results.jsonl").write_text("".join(broken) + lines[0][:50])
-    kept = store.start({"seed": 1})
-    assert two_rows[0] not in kept and len(kept) == len(sum(done, [])) - 2
-    with pytest.raises(ValueError, match="seed=1, not 2"):
-        store.check({"seed": 2}, resume=True)
-    with pytest.raises(FileExistsError, match="--resume"):
-        store.check({"seed": 1}, resume=False)
+        folder.append(results)
+    assert folder.start({"seed": 1}) == sum(done, [])
+    folder.append(next(results for results in done if len(results) == 2)[:1])  # known already
+    folder.append([replace(done[0][0], rung=4, rows=2)])  # half a job, as a kill leaves it
+    assert folder.start({"seed": 1}) == sum(done, [])

@@ -5,8 +5,8 @@ import torch
 
 import eval.fidelity.selfcheck as selfcheck
 from eval.fidelity.bugs import MODEL_BUGS, Bug, keyed_by_position, less_or_equal, none
-from eval.fidelity.results import Store
 from eval.fidelity.toy import TREE, P, TableDrafter, toy_ladder, toy_model
+from eval.folder import Folder
 from eval.methods import EncodedPrompt
 from tests.eval.fidelity.ladders import ladder_of
 from tests.tiny_models import tiny
@@ -75,11 +75,11 @@ def test_the_table_and_the_exit_status(tmp_path, monkeypatch, capsys):
         selfcheck.Check("resample from p", "model", "test", "p = 1e-9", 700, ["replay"], 0.1),
     ]
     monkeypatch.setattr(selfcheck, "all_checks", lambda ladder: iter(checks))
-    store = Store(tmp_path)
-    assert selfcheck.self_check(None, store, as_json=False) == 0
+    folder = Folder(tmp_path)
+    assert selfcheck.self_check(None, folder, as_json=False) == 0
     shown = capsys.readouterr().out
     assert "resample from p" in shown and "700" in shown and "WRONG" not in shown
     checks.append(selfcheck.Check("none", "toy", "test", "p = 1e-9", 10, []))  # a false alarm
-    assert selfcheck.self_check(None, store, as_json=False) == 1 and "WRONG" in capsys.readouterr().out
+    assert selfcheck.self_check(None, folder, as_json=False) == 1 and "WRONG" in capsys.readouterr().out
     checks[-1] = selfcheck.Check("stale slot", "model", "", "", 10, [])  # a bug that went unnoticed
-    assert selfcheck.self_check(None, store, as_json=True) == 1
+    assert selfcheck.self_check(None, folder, as_json=True) == 1
