@@ -38,8 +38,8 @@ SPEED_TERMS = [
     ("ideal", "accepted length x plain step / (draft + forward + verify): what a loop without overhead would reach."),
     ("achieved / ideal", "decode vs plain / ideal: what the loop, and rows that finish early, leave of it."),
     ("ideal / oracle", "what is left where rejected drafts cost time; the oracle drafts only what will be accepted."),
-    ("predicted", "Leviathan's closed form for independent acceptance, from the noise-free acceptance, the draft length "
-     "and the time of a drafted token; every step is taken to draft its full length."),
+    ("predicted", "Leviathan's closed form for independent acceptance, from the noise-free acceptance, the draft "
+     "length and the time of a drafted token; every step is taken to draft its full length."),
     ("spread", "(slowest - fastest) / median over the repeats of a batch, median over batches."),
 ]  # fmt: skip
 

@@ -57,6 +57,7 @@ def test_rules_without_probabilities_have_no_noise_free_acceptance():
         assert acceptance([found])["acceptance_rate"] == 0.5
 
 
+@pytest.mark.slow
 def test_interval_covers_a_ratio_as_often_as_it_says():
     """Prompts of very different lengths and acceptance, whose tokens are not independent: 400 sets of 40 prompts."""
     rng = np.random.default_rng(1)
