@@ -105,7 +105,7 @@ def fidelity(
     target: Target = "demo",
     drafter: Drafter = "ngram",
     prompts: PromptsFile = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of the batched rungs.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Of the batched rungs.")] = 8,
     max_new_tokens: MaxNewTokens = 64,
     draft_length: DraftLength = 5,
     verifier: Verifier = "auto",
@@ -113,9 +113,7 @@ def fidelity(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Seed = 0,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Seeds of the last rung: more tokens for the distribution tests.")
-    ] = 1,
+    samples: Annotated[int, typer.Option(help="Seeds of the last rung: more tokens for the distribution tests.")] = 1,
     raw: Raw = False,
     dtype: DType = "auto",
     device: Device = "auto",

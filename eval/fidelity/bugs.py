@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 import specdec.loop
-from eval.fidelity.ladder import PLAIN_BATCHED, Job, Ladder
+from eval.fidelity.ladder import BATCHED, Ladder
+from eval.fidelity.recorder import RowLog
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows, Scores, Verdict
 from specdec.draws import FreshDraws
 from specdec.loop import Batch
@@ -131,10 +133,15 @@ def shifted_positions(ladder: Ladder) -> Iterator[Ladder]:
 
 @contextmanager
 def late_stop(ladder: Ladder) -> Iterator[Ladder]:
-    """A block is cut one token after its stop. The stop is a token that plain decoding emits often."""
-    job = Job(PLAIN_BATCHED, 0, 0, list(ladder.prompts)[: ladder.batch_size])
-    emitted = [token for log in ladder.watch(job, lambda row, step: False).recorder.rows for token in log.tokens]
-    stop = Counter(emitted).most_common(1)[0][0]
+    """A block is cut one token after its stop. The stop is a token that most often comes first within a block."""
+    job = next(job for job in ladder.jobs() if job.rung is BATCHED)
+    logs = ladder.watch(job, lambda row, step: False).recorder.rows
+    within = Counter(token for log in logs for token in _first_within_blocks(log))
+    if not within:
+        raise ValueError(
+            "no accepted draft brought a new token, so no stop can be cut late: give --max-new-tokens more"
+        )
+    stop = max(within, key=within.get)
     correct = Stops.cut
 
     def cut(self, request, tokens):
@@ -162,6 +169,14 @@ MODEL_BUGS = (
     Bug("positions off by one in one row", "state", shifted_positions),
     Bug("stop cut one token late", "stop", late_stop),
 )
+
+
+def _first_within_blocks(log: RowLog) -> Iterator[int]:
+    """Tokens that the row had not emitted before, where another token follows in the same block."""
+    ends = set(accumulate(log.steps))
+    for place, token in enumerate(log.tokens):
+        if place + 1 not in ends and token not in log.tokens[:place]:
+            yield token
 
 
 class _ArgmaxDrafts(BaseDrafter):
