@@ -56,8 +56,8 @@ def publish(folder: Folder, complete: bool | None, to_wandb: bool) -> dict[str, 
 
 
 def _fidelity(folder: Folder) -> list[dict[str, Any]]:
-    """What `specdec fidelity` found, where its folder is this one or one inside it."""
-    files = sorted((*folder.path.glob("fidelity.json"), *folder.path.glob("*/fidelity.json")))
+    """What `specdec fidelity` found, where its folder is inside this one."""
+    files = sorted(folder.path.glob("*/fidelity.json"))
     found = [folder.read_json(str(file.relative_to(folder.path))) for file in files]
     return [
         {"verdict": one["verdict"], "causes": one["causes"], "command": one["environment"]["command"]} for one in found
