@@ -12,14 +12,11 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
+from eval.endless import endless
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows
 from specdec.loop import Batch
-from specdec.processors import Processors
-from specdec.registry import VERIFIERS, known
-from specdec.requests import Request
-from specdec.stopping import Stops
 from specdec.target import Target
 
 DECODE_STEPS = 3
@@ -130,16 +127,8 @@ def _batch(model: PreTrainedModel, drafter: Drafter | None, draft_length: int, b
             f"model's {target.max_positions} positions"
         )
     text = np.random.default_rng(0).integers(0, target.vocab_size, context - room)
-    return Batch(
-        target=target,
-        drafter=None if drafter is None else FullDrafts(drafter),
-        verifier=known(VERIFIERS, "greedy", "verifier")(),
-        processors=Processors(LogitsProcessorList(), target.vocab_size),
-        stops=Stops(StoppingCriteriaList()),
-        requests=[Request(row, row, row, text.copy(), 0, 2 * room) for row in range(batch_size)],  # none finishes
-        seed=0,
-        draft_length=draft_length,
-    )
+    full = None if drafter is None else FullDrafts(drafter)
+    return endless(target, full, draft_length, [text.copy() for _ in range(batch_size)], 2 * room)
 
 
 def _beside_cache(batch: Batch) -> int:

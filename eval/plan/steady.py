@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
+from eval.endless import endless
 from eval.timing import synchronize
 from specdec.cache import SlotCache
 from specdec.contracts import Draft, Drafter, Draws
 from specdec.loop import CHUNK, Batch
-from specdec.processors import Processors
-from specdec.registry import VERIFIERS, known
 from specdec.requests import Request
 from specdec.stats import PHASES
 from specdec.step import Step
-from specdec.stopping import Stops
 from specdec.target import HiddenContract, Target
 
 WARM_UP = 2  # decode steps that do not count
@@ -115,16 +113,7 @@ def _batch(
             f"{longest} positions and the model has {target.max_positions}: ask for fewer steps"
         )
     texts = [np.array(prompt, dtype=np.int64) for prompt in prompts]
-    return _PhasedBatch(
-        target=target,
-        drafter=drafter,
-        verifier=known(VERIFIERS, "greedy", "verifier")(),
-        processors=Processors(LogitsProcessorList(), target.vocab_size),
-        stops=Stops(StoppingCriteriaList()),
-        requests=[Request(row, row, row, text, 0, 2 * longest) for row, text in enumerate(texts)],  # none finishes
-        seed=0,
-        draft_length=draft_length,
-    )
+    return endless(target, drafter, draft_length, texts, 2 * longest, _PhasedBatch)
 
 
 class _PhasedTarget(Target):
