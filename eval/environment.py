@@ -45,7 +45,7 @@ def described(loaded: LoadedModel, drafters: Mapping[str, Drafter]) -> dict[str,
 
 def _modules(drafter: Drafter) -> list[nn.Module]:
     """What a drafter drafts with: modules that it holds, itself or in an adapter (`specdec.target.Target`)."""
-    held = [getattr(value, "model", value) for value in vars(drafter).values()]
+    held = [getattr(value, "model", value) for value in getattr(drafter, "__dict__", {}).values()]
     return [value for value in held if isinstance(value, nn.Module)]
 
 
