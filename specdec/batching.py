@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from specdec.call_checks import check_counts_new_tokens
 from specdec.generation import speculate
+from specdec.loop import Batch
 from specdec.stats import RowStats
 
 
@@ -44,10 +46,11 @@ def stream_batch(
     """Generate for every prompt, at most `max_batch` at a time, and yield the requests in the order in which they end.
 
     prompts: token ids, one sequence of at least one id per request. They start in this order.
-    kwargs:  of `model.generate`: max_new_tokens, do_sample, temperature, prefill_chunk_size (most prompt tokens per
-             step, 512 unless given: fewer keep the rows that decode beside a prompt going more steadily), ...
-    The other arguments are those of `specdec.generate`. With one seed a request's sample does not depend on the others
-    or on `max_batch`, up to floating point. Raises ValueError or NotImplementedError before anything is computed.
+    kwargs:  of `model.generate`: max_new_tokens (to be given), do_sample, temperature, prefill_chunk_size (most prompt
+             tokens per step, 512 unless given: fewer keep the rows that decode beside a prompt going more steadily), ...
+    The other arguments are those of `specdec.generate`. What a request emits, and with one seed its sample, does not
+    depend on the others or on `max_batch`, up to floating point: processors and stopping criteria see its own tokens,
+    without padding. Raises ValueError or NotImplementedError before anything is computed.
 
     Example: for done in specdec.stream_batch(model, tokenizer(texts).input_ids, max_new_tokens=64): print(done.index)
     """
@@ -66,8 +69,15 @@ def stream_batch(
     for b, row in enumerate(rows):
         input_ids[b, longest - len(row) :], mask[b, longest - len(row) :] = row, 1
     at = model.get_input_embeddings().weight.device
+
+    def prepare(*args: Any, generation_config: GenerationConfig, **inputs: Any) -> Batch:
+        check_counts_new_tokens(generation_config)
+        return decode.prepare(*args, generation_config=generation_config, **inputs)
+
     # `generate` prepares processors and stops, and gives back what its decoding function does: here the batch itself.
-    batch = model.generate(input_ids.to(at), attention_mask=mask.to(at), custom_generate=decode.prepare, **kwargs)
+    batch = model.generate(input_ids.to(at), attention_mask=mask.to(at), custom_generate=prepare, **kwargs)
+    for request in batch.requests:
+        request.leave_pads()
     return (
         Finished(request.index, torch.from_numpy(request.emitted.copy()), request.stats) for request in batch.finished()
     )

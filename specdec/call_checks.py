@@ -79,6 +79,14 @@ def check_positions(target: Target, requests: Sequence[Request]) -> None:
             )
 
 
+def check_counts_new_tokens(config: GenerationConfig) -> None:
+    """ValueError where lengths are asked for that include the prompt, which every request has its own."""
+    if config.max_new_tokens is None:
+        raise ValueError("max_new_tokens was not given: say how many tokens each request may emit")
+    if config.min_length and config.min_new_tokens is None:
+        raise ValueError(f"min_length is {config.min_length}, which counts the prompt too: give min_new_tokens instead")
+
+
 def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """NotImplementedError that names the first argument which asks for something not supported yet."""
     asked = {

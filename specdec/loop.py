@@ -168,12 +168,15 @@ class Batch:
         return made_safe(draft, V)
 
     def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
-        """Processors, then the rule."""
+        """Processors, then the rule, which never meets a step that scores no row (one of prompt chunks only)."""
+        if not scored:
+            return Verdict.empty(self.target.device)
         if not self.processors.is_identity:
             parents = None
             if draft.parents is not None:
                 parents = draft.parents.cpu().numpy()  # a second read, only for trees under prefix-dependent processors
-            prefixes = Prefixes([r.text for r in scored], [r.index for r in scored], draft, parents)
+            texts, unseen = [r.text for r in scored], [r.unseen for r in scored]
+            prefixes = Prefixes(texts, [r.index for r in scored], draft, parents, unseen)
             scores = replace(scores, logits=self.processors.apply(scores.logits, prefixes))
         elif self.verifier.draws != "argmax":
             scores = replace(scores, logits=scores.logits.float())

@@ -49,6 +49,55 @@ def test_every_request_is_answered_as_if_it_were_alone(family, drafter):
         assert torch.equal(found[index], alone(model, prompt, **settings)), index
 
 
+def ends_on_repetition(ids, scores, **kwargs):
+    """A stopping criterion that reads the whole text, so that it would notice padding (id 0)."""
+    return torch.tensor([len(set(row.tolist())) < len(row) - 3 for row in ids])
+
+
+TEXT_DEPENDENT = [
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.5},
+    {"bad_words_ids": [[0, 3], [5]]},
+    {"min_new_tokens": 8, "eos_token_id": list(range(40)), "pad_token_id": 0},
+    {"begin_suppress_tokens": list(range(1, 60))},
+    {"stopping_criteria": [ends_on_repetition], "eos_token_id": 96, "pad_token_id": 0},
+]
+
+
+def answers_beside_each_other(model, settings):
+    found = specdec.stream_batch(model, PROMPTS, max_batch=3, drafter="draft_model:layers=1", **settings)
+    return {done.index: done.tokens.tolist() for done in found}
+
+
+@pytest.mark.parametrize("chosen", TEXT_DEPENDENT, ids=lambda chosen: next(iter(chosen)))
+def test_processors_and_criteria_see_a_request_alone(chosen):
+    """Prompts of other lengths are there, but neither as padding nor as columns that are counted."""
+    model = tiny("llama")
+    settings = {"max_new_tokens": 12, "do_sample": False} | chosen
+    found = answers_beside_each_other(model, settings)
+    assert found == {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
+
+
+def test_padding_that_is_seen_is_caught(monkeypatch):
+    """The control of the test above: it fails where requests keep their left pads."""
+    monkeypatch.setattr("specdec.requests.Request.leave_pads", lambda self: None)
+    model, failed = tiny("llama"), 0
+    for chosen in TEXT_DEPENDENT:
+        settings = {"max_new_tokens": 12, "do_sample": False} | chosen
+        found = answers_beside_each_other(model, settings)
+        failed += found != {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
+    assert failed
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection", "traversal", "coupled", "typical"])
+def test_a_sample_does_not_depend_on_how_its_prompt_entered(verifier):
+    """A step of prompt chunks only scores nothing and draws nothing."""
+    model, prompt = tiny("llama"), PROMPTS[1][None]
+    settings = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "verifier": verifier}
+    whole = specdec.generate(model, prompt, **settings)
+    assert torch.equal(whole, specdec.generate(model, prompt, prefill_chunk_size=7, **settings))
+
+
 def test_rows_and_prompt_tokens_stay_within_their_limits(steps):
     settings = {"max_new_tokens": 10, "do_sample": False, "prefill_chunk_size": 16}
     list(specdec.stream_batch(tiny("llama"), PROMPTS, max_batch=3, **settings))
@@ -140,5 +189,9 @@ def test_what_is_refused():
         specdec.stream_batch(model, [[3], []], max_new_tokens=4)
     with pytest.raises(ValueError, match="max_batch is 0"):
         specdec.stream_batch(model, PROMPTS, max_batch=0, max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_new_tokens was not given"):
+        specdec.stream_batch(model, PROMPTS, max_length=60)
+    with pytest.raises(ValueError, match="min_length is 9"):
+        specdec.stream_batch(model, PROMPTS, min_length=9, max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="num_beams"):
         specdec.stream_batch(model, PROMPTS, num_beams=2, max_new_tokens=4)
