@@ -47,7 +47,7 @@ def stream_batch(
 
     prompts: token ids, one sequence of at least one id per request. They start in this order.
     kwargs:  of `model.generate`: max_new_tokens (to be given), do_sample, temperature, prefill_chunk_size (most prompt
-             tokens per step, 512 unless given: fewer keep the rows that decode beside a prompt going more steadily), ...
+             tokens per step, 512 unless given: with fewer, rows that decode beside a prompt go more steadily), ...
     The other arguments are those of `specdec.generate`. What a request emits, and with one seed its sample, does not
     depend on the others or on `max_batch`, up to floating point: processors and stopping criteria see its own tokens,
     without padding. Raises ValueError or NotImplementedError before anything is computed.
