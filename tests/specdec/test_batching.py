@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import specdec
+from drafters.draft_model import DraftModelDrafter, first_layers
 from specdec import loop
 from tests.tiny_models import tiny
+from tests.toy_tokenizer import toy_tokenizer
 
 LENGTHS = (3, 40, 1, 17, 9, 28, 2, 5)
 PROMPTS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
@@ -172,6 +174,48 @@ def test_a_drafter_meets_rows_only_while_they_run():
     assert not drafter.rows and drafter.most == 3
 
 
+def test_a_drafter_in_use_is_refused_and_nobody_is_harmed():
+    model = tiny("llama")
+    drafter = DraftModelDrafter(first_layers(model, 1))
+    settings = {"max_batch": 3, "drafter": drafter, "max_new_tokens": 6, "do_sample": False}
+    expected = {i: alone(model, prompt, max_new_tokens=6, do_sample=False).tolist() for i, prompt in enumerate(PROMPTS)}
+    first = specdec.stream_batch(model, PROMPTS, **settings)
+    found = [next(first)]
+    with pytest.raises(ValueError, match="drafter 'draft_model' is in use by another generation"):
+        next(specdec.stream_batch(model, PROMPTS, **settings))
+    found += first
+    assert {done.index: done.tokens.tolist() for done in found} == expected
+    again = specdec.stream_batch(model, PROMPTS, **settings)
+    assert {done.index: done.tokens.tolist() for done in again} == expected
+
+
+def test_what_a_drafter_raises_at_the_door_is_what_the_caller_sees():
+    class Full(Counting):
+        def admit(self, ids):
+            if self.most:
+                raise RuntimeError("no room")
+            super().admit(ids)
+
+        def release(self, ids):
+            for row in ids:
+                self.rows.remove(row)  # KeyError for a row that was never admitted
+
+    drafter = Full()
+    with pytest.raises(RuntimeError, match="no room"):
+        list(specdec.stream_batch(tiny("llama"), PROMPTS, max_batch=3, drafter=drafter, max_new_tokens=4))
+    assert not drafter.rows
+
+
+def test_stop_strings_end_a_request():
+    model, tokenizer = tiny("llama"), toy_tokenizer()
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    plain = alone(model, PROMPTS[0], **settings)
+    stop = tokenizer.decode(plain[4:6])
+    expected = alone(model, PROMPTS[0], **settings, stop_strings=[stop], tokenizer=tokenizer)
+    found = next(specdec.stream_batch(model, PROMPTS[:1], **settings, stop_strings=[stop], tokenizer=tokenizer))
+    assert torch.equal(found.tokens, expected) and len(expected) < len(plain)
+
+
 def test_generate_with_fewer_rows_than_prompts():
     """`max_batch` holds for a whole batch given to `generate` as well."""
     model = tiny("llama")
@@ -193,5 +237,14 @@ def test_what_is_refused():
         specdec.stream_batch(model, PROMPTS, max_length=60)
     with pytest.raises(ValueError, match="min_length is 9"):
         specdec.stream_batch(model, PROMPTS, min_length=9, max_new_tokens=4)
+    with pytest.raises(ValueError, match="prompt 0 is of torch.float32"):
+        specdec.stream_batch(model, [[1.5]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="row 1 of the prompts holds token id 97"):
+        specdec.stream_batch(model, [[3], [97]], max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="num_return_sequences is 2.*give the prompt as many times"):
+        specdec.stream_batch(model, PROMPTS, num_return_sequences=2, do_sample=True, max_new_tokens=4)
+    for name in ("streamer", "on_commit", "attention_mask", "custom_generate"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported by specdec.stream_batch"):
+            specdec.stream_batch(model, PROMPTS, max_new_tokens=4, **{name: object()})
     with pytest.raises(NotImplementedError, match="num_beams"):
         specdec.stream_batch(model, PROMPTS, num_beams=2, max_new_tokens=4)
