@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.runner import Record, job_key
+from specdec.disk import writing
 
 
 class Folder:
@@ -36,11 +37,13 @@ class Folder:
                 f"with --resume"
             )
         try:
-            before = json.loads(self._config.read_text())
-        except (OSError, json.JSONDecodeError):
+            before = json.loads(self._config.read_bytes())
+        except (OSError, ValueError):  # missing, not UTF-8, not JSON
+            before = None
+        if not isinstance(before, dict):
             raise ValueError(
                 f"{self._config} is missing or damaged, so the run cannot be continued: give another --out"
-            ) from None
+            )
         for key in sorted(before.keys() | config.keys()):
             if before.get(key) != config.get(key):
                 raise ValueError(
@@ -56,38 +59,41 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be made a folder ({error.strerror}): give another --out") from None
-        self._config.write_text(json.dumps(config, indent=2) + "\n")
+        with writing(self._config):
+            self._config.write_text(json.dumps(config, indent=2) + "\n")
         return []
 
     def append(self, records: list[Record]) -> None:
         """Add one finished job's records at once, so that a kill leaves whole jobs but for the last one's tail."""
-        with self.results.open("a") as file:
+        with writing(self.results), self.results.open("a") as file:
             file.write(_lines(records))
 
     def write_summary(self, summary: dict[str, Any], report: str) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        (self.path / "report.md").write_text(report)
+        for name, text in {"summary.json": json.dumps(summary, indent=2) + "\n", "report.md": report}.items():
+            with writing(self.path / name):
+                (self.path / name).write_text(text)
 
     def _holds_results(self) -> bool:
         return self.results.exists() and self.results.stat().st_size > 0
 
     def _finished(self) -> list[Record]:
         """Records of jobs with all their rows; what a kill left of an unfinished one is dropped from the file."""
-        lines = self.results.read_text().splitlines(keepends=True)
-        if not lines[-1].endswith("\n"):
+        lines = self.results.read_bytes().splitlines(keepends=True)
+        if not lines[-1].endswith(b"\n"):
             lines.pop()
         records = [self._record(number, line) for number, line in enumerate(lines, 1)]
         found = Counter(map(_job_of, records))
         finished = [record for record in records if found[_job_of(record)] == record.rows]
         kept = self.results.with_suffix(".kept")
-        kept.write_text(_lines(finished))
+        with writing(kept):
+            kept.write_text(_lines(finished))
         kept.replace(self.results)  # at once: a kill here loses nothing
         return finished
 
-    def _record(self, number: int, line: str) -> Record:
+    def _record(self, number: int, line: bytes) -> Record:
         try:
             return Record(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
+        except (ValueError, TypeError):  # not UTF-8 or not JSON; not an object of these fields
             raise ValueError(
                 f"{self.results}, line {number}, is not a result: remove the line to continue the run without it"
             ) from None

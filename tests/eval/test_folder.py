@@ -103,3 +103,22 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "run" / "config.json").write_text("")
     with pytest.raises(ValueError, match="config.json is missing or damaged"):
         folder.check(CONFIG, True)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff\xfe"])
+def test_damaged_files_of_other_kinds_are_named(folder, content):
+    folder.append(JOB)
+    with folder.results.open("ab") as file:
+        file.write(content + b"\n")
+    with pytest.raises(ValueError, match="line 3, is not a result"):
+        folder.start(CONFIG)
+    (folder.path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="config.json is missing or damaged"):
+        folder.check(CONFIG, True)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "report.md"])
+def test_a_full_disk_is_one_sentence(folder, name):
+    (folder.path / name).symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=rf"{name} cannot be written \(No space left on device\).*--resume"):
+        folder.append(JOB) if name == "results.jsonl" else folder.write_summary({}, "x" * 100_000)
