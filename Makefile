@@ -26,13 +26,13 @@ demo: $(READY) ## the main job: n-gram drafting on a 135M model at batch sizes 1
 		--out "$(OUT)"
 
 test: $(READY) ## the fast tests
-	.venv/bin/pytest
+	.venv/bin/pytest --numprocesses auto
 
 test-slow: $(READY) ## the fast tests and the real-model and statistical ones; MARK=slow for the latter alone
 	.venv/bin/pytest -m "$(MARK)"
 
 test-oldest: $(OLDEST_READY) ## the engine's fast tests on the oldest supported transformers
-	.venv-oldest/bin/pytest tests/specdec tests/drafters tests/verifiers
+	.venv-oldest/bin/pytest --numprocesses auto tests/specdec tests/drafters tests/verifiers
 
 test-vllm: $(READY) .venv-vllm/ready ## an exported Medusa head in vLLM itself, on the CPU, from an environment of its own
 	folder=$$(mktemp -d) && .venv/bin/python -m tests.vllm.ours $$folder && \

@@ -50,6 +50,7 @@ class DraftModelDrafter(BaseDrafter):
         self.ids = None if ids is None else torch.tensor(ids, device=model.device)
         self.embedded = model.get_input_embeddings().weight.shape[0]
         if self.ids is not None and model.get_output_embeddings().weight.shape[0] != len(ids):
+            model = submodel(model, range(len(layers_of(model))), share=True)  # the caller's own keeps its head
             model.set_output_embeddings(head_rows(model.get_output_embeddings(), self.ids))
         self.model = Target(model)
         self.cache = self.model.new_cache()

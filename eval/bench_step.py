@@ -53,11 +53,17 @@ def run(
 ) -> None:
     """Time the parts and print a table, or with `as_json` one JSON object and nothing else.
 
-    context: cached tokens per row. Raises ValueError for a size below 1."""
+    context: cached tokens per row. Raises ValueError for a size below 1, or past the target's positions."""
     for name, value in {"--batch-size": batch_size, "--context": context, "--repeats": repeats}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: give at least 1")
     loaded = load_target(target, dtype, device)
+    positions = Target(loaded.model).max_positions
+    if positions is not None and context + draft_length + 1 > positions:
+        raise ValueError(
+            f"--context is {context} and --draft-length {draft_length}: with one more token that is past the target's "
+            f"{positions} positions, give a smaller context"
+        )
     with torch.no_grad():
         parts = operations(loaded.model, batch_size, draft_length, context)
         seconds = interleaved(parts, repeats, loaded.model.device)

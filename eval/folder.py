@@ -6,12 +6,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eval.runner import Failure, Record
+from specdec.disk import writing
 
 Result = Record | Failure
 
@@ -73,7 +73,7 @@ class Folder:
 
     def append(self, results: Sequence[Result]) -> None:
         """Add what one job gave at once, so that a kill leaves whole jobs but for the last one's tail."""
-        with _space_for(self._mine), self._mine.open("a") as file:
+        with writing(self._mine), self._mine.open("a") as file:
             file.write(_lines(results))
 
     def read(self) -> list[Result]:
@@ -84,7 +84,7 @@ class Folder:
         """What `read` gives, which `results.jsonl` alone holds from now on: what a kill left of a job is dropped."""
         finished = self.read()
         kept = self.results.with_suffix(".kept")
-        with _space_for(kept):
+        with writing(kept):
             kept.write_text(_lines(finished))
         kept.replace(self.results)  # at once: a kill here loses nothing, and what it leaves twice is read once
         for file in self._files():
@@ -93,7 +93,7 @@ class Folder:
         return finished
 
     def write_text(self, name: str, text: str) -> None:
-        with _space_for(self.path / name):
+        with writing(self.path / name):
             (self.path / name).write_text(text)
 
     def write_json(self, name: str, content: Any) -> None:
@@ -107,12 +107,15 @@ class Folder:
         if default is not None and not path.exists():
             return default
         try:
-            return json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError):
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError):  # missing, not UTF-8, not JSON
+            content = None
+        if not isinstance(content, dict if default is None else type(default)):
             raise ValueError(
                 f"{path} is missing or damaged, so the run in {self.path} cannot be continued or reported: give "
                 f"another folder"
-            ) from None
+            )
+        return content
 
     def _holds_results(self) -> bool:
         return any(file.stat().st_size > 0 for file in self._files())
@@ -123,10 +126,10 @@ class Folder:
 
     def _read(self, path: Path) -> Iterator[Result]:
         """A results file's lines; a last line without its end, which a kill leaves, is left out."""
-        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 yield self._result_of(json.loads(line))
-            except (json.JSONDecodeError, TypeError):
+            except (ValueError, TypeError):  # not UTF-8 or not JSON; not an object of these fields
                 raise ValueError(
                     f"{path}, line {number}, is not a result: remove the line to continue the run without it"
                 ) from None
@@ -141,15 +144,3 @@ def _finished(results: Sequence[Result]) -> list[Result]:
 
 def _lines(results: Sequence[Result]) -> str:
     return "".join(json.dumps(asdict(result)) + "\n" for result in results)
-
-
-@contextmanager
-def _space_for(path: Path) -> Iterator[None]:
-    """A disk that is full, or gone, in one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror}): make room and continue with --resume; what was finished is "
-            f"kept"
-        ) from None

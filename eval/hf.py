@@ -38,7 +38,7 @@ def _method(
 ) -> Method:
     def generate(prompts: list[EncodedPrompt], max_new_tokens: int) -> Outcome:
         input_ids, mask = left_padded([prompt.tokens for prompt in prompts], request.pad, model.device)
-        torch.manual_seed(request.seed)
+        torch.manual_seed(request.seed % 2**64)  # as the engine takes any int
         watch = _Watch(input_ids.shape[1])
         output = model.generate(
             input_ids=input_ids,

@@ -53,8 +53,11 @@ class SavedHead(nn.Module):
     def from_pretrained(cls, folder: str | Path, model: PreTrainedModel) -> Self:
         """The head in `folder` on the target's device, in its dtype. Raises ValueError where it does not fit it."""
         saved, tensors = read(folder, cls.kind)
-        about = saved.pop("about")
-        config = cls.config_class(**saved)
+        about = saved.pop("about", {})
+        try:
+            config = cls.config_class(**saved)
+        except TypeError as error:
+            raise ValueError(f"{folder}/config.json is no {cls.kind} head's ({error}): save the head again") from None
         check_fits(config, about, model, folder)
         head = cls(config, model, tensors.pop("draft_ids", None))
         load_own(head, tensors, folder)
@@ -106,8 +109,9 @@ def read(folder: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON ({error}): save the head again") from None
-    if config.get("kind") != kind:
-        raise ValueError(f"{folder} holds a head of kind {config.get('kind')!r}, not {kind!r}: give another folder")
+    found = config.get("kind") if isinstance(config, dict) else None
+    if found != kind:
+        raise ValueError(f"{folder} holds a head of kind {found!r}, not {kind!r}: give another folder")
     try:
         tensors = load_file(folder / "model.safetensors")
     except (SafetensorError, FileNotFoundError) as error:

@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.generation import speculate
+from specdec.call_checks import check_per_request, refuse_arguments
+from specdec.generation import DRAFTS_INSTEAD, speculate
+from specdec.loop import Batch
 from specdec.stats import RowStats
+from specdec.stopping import with_stop_strings
+
+INSTEAD = DRAFTS_INSTEAD | {
+    "streamer": "each request is yielded when it ends",
+    "on_commit": "each request is yielded when it ends, with its stats",
+    "attention_mask": "give every prompt without padding",
+}
 
 
 @dataclass(frozen=True)
@@ -44,17 +53,22 @@ def stream_batch(
     """Generate for every prompt, at most `max_batch` at a time, and yield the requests in the order in which they end.
 
     prompts: token ids, one sequence of at least one id per request. They start in this order.
-    kwargs:  of `model.generate`: max_new_tokens, do_sample, temperature, prefill_chunk_size (most prompt tokens per
-             step, 512 unless given: fewer keep the rows that decode beside a prompt going more steadily), ...
-    The other arguments are those of `specdec.generate`. With one seed a request's sample does not depend on the others
-    or on `max_batch`, up to floating point. Raises ValueError or NotImplementedError before anything is computed.
+    kwargs:  of `model.generate`: max_new_tokens (to be given), do_sample, temperature, prefill_chunk_size (most prompt
+             tokens per step, 512 unless given: with fewer, rows that decode beside a prompt go more steadily),
+             stop_strings (with tokenizer), ...
+    The other arguments are those of `specdec.generate`. What a request emits, and with one seed its sample, does not
+    depend on the others or on `max_batch`, up to floating point: processors and stopping criteria see its own tokens,
+    without padding. Raises ValueError or NotImplementedError before anything is computed.
 
     Example: for done in specdec.stream_batch(model, tokenizer(texts).input_ids, max_new_tokens=64): print(done.index)
     """
-    rows = [torch.as_tensor(prompt, dtype=torch.long).flatten() for prompt in prompts]
+    refuse_arguments(kwargs, "specdec.stream_batch", INSTEAD)
+    rows = [torch.as_tensor(prompt).flatten() for prompt in prompts]
     for index, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompt {index} is empty: give at least one token to go on from")
+        if row.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"prompt {index} is of {row.dtype}: give token ids, integers")
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         tokenizer=tokenizer, max_batch=max_batch,
@@ -66,8 +80,16 @@ def stream_batch(
     for b, row in enumerate(rows):
         input_ids[b, longest - len(row) :], mask[b, longest - len(row) :] = row, 1
     at = model.get_input_embeddings().weight.device
+
+    def prepare(*args: Any, generation_config: GenerationConfig, **inputs: Any) -> Batch:
+        check_per_request(generation_config)
+        return decode.prepare(*args, generation_config=generation_config, **inputs)
+
+    kwargs = with_stop_strings(model, tokenizer, kwargs)
     # `generate` prepares processors and stops, and gives back what its decoding function does: here the batch itself.
-    batch = model.generate(input_ids.to(at), attention_mask=mask.to(at), custom_generate=decode.prepare, **kwargs)
+    batch = model.generate(input_ids.to(at), attention_mask=mask.to(at), custom_generate=prepare, **kwargs)
+    for request in batch.requests:
+        request.leave_pads()
     return (
         Finished(request.index, torch.from_numpy(request.emitted.copy()), request.stats) for request in batch.finished()
     )

@@ -98,10 +98,11 @@ class SlotCache(Cache):
         self._place_of: dict[int, int] = {}
 
     def admit(self, rows: Sequence[int]) -> None:
-        """Give each row id a place. Raises ValueError for an id that has one."""
+        """Give each row id a place. Raises ValueError for an id that has one, and then admits none."""
         for row in rows:
             if row in self._place_of:
                 raise ValueError(f"row {row} is already in the cache: release it before it is admitted again")
+        for row in rows:
             self._place_of[row] = len(self._row_at)
             self._row_at.append(row)
             self.lengths[row] = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,24 @@ def check_draft_length(draft_length: int) -> None:
         raise ValueError(f"draft_length is {draft_length!r}: give 0 (plain decoding) or more drafted tokens per step")
 
 
+def whole_number(value: Any, name: str, advice: str, least: int | None = None) -> int:
+    """`value`, of any integer type, as an int. ValueError for anything else and for one below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ValueError(f"{name} is {value!r}: {advice}")
+    return number
+
+
+def refuse_arguments(kwargs: Mapping[str, Any], caller: str, instead: dict[str, str]) -> None:
+    """NotImplementedError for the first argument of `instead` that was given, with the advice that is there."""
+    for name, advice in instead.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name} is not supported by {caller}: {advice}")
+
+
 def fitting_verifier(verifier: type | Verifier, sampling: bool) -> Verifier:
     """The rule for a call: an object as it is, a class of the table made. ValueError where it does not fit."""
     if isinstance(verifier, type):
@@ -41,6 +60,9 @@ def check_prompt(input_ids: Tensor | None, mask: Tensor | None) -> None:
     """ValueError for a prompt batch that nothing can be generated from."""
     if input_ids is None:
         raise ValueError("input_ids is missing: give the prompts as a [batch, columns] tensor of token ids")
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        given = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids is of {given}: give an int64 tensor of token ids, [batch, columns]")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}: give at least one row and one token, [batch, columns]"
@@ -62,6 +84,18 @@ def check_prompt(input_ids: Tensor | None, mask: Tensor | None) -> None:
         )
 
 
+def check_token_ids(target: Target, requests: Sequence[Request]) -> None:
+    """ValueError where a prompt holds an id that the model has no embedding for; what stands in padding is not run."""
+    V = target.model.get_input_embeddings().weight.shape[0]
+    for request in requests:
+        outside = request.tokens[(request.tokens < 0) | (request.tokens >= V)]
+        if len(outside):
+            raise ValueError(
+                f"row {request.index} of the prompts holds token id {outside[0]}, but the model has ids 0 to {V - 1}: "
+                f"use the model's own tokenizer"
+            )
+
+
 def check_positions(target: Target, requests: Sequence[Request]) -> None:
     """ValueError where a request cannot fit the model's positions, NotImplementedError where it would move them."""
     limit, switch = target.max_positions, target.positions_change_at
@@ -77,6 +111,20 @@ def check_positions(target: Target, requests: Sequence[Request]) -> None:
                 f"row {request.index} may grow to {total} tokens, but past {switch} this model's rotary embeddings "
                 f"change with the longest row of a batch: keep prompt + max_new_tokens within {switch}"
             )
+
+
+def check_per_request(config: GenerationConfig) -> None:
+    """ValueError where lengths are asked for that include the prompt, which every request has its own;
+    NotImplementedError for several answers to a prompt, whose requests would not be the prompts given."""
+    if (config.num_return_sequences or 1) > 1:
+        raise NotImplementedError(
+            f"num_return_sequences is {config.num_return_sequences}, which is not supported by specdec.stream_batch: "
+            f"give the prompt as many times"
+        )
+    if config.max_new_tokens is None:
+        raise ValueError("max_new_tokens was not given: say how many tokens each request may emit")
+    if config.min_length and config.min_new_tokens is None:
+        raise ValueError(f"min_length is {config.min_length}, which counts the prompt too: give min_new_tokens instead")
 
 
 def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

@@ -64,8 +64,8 @@ def sampling_arguments(temperature: float, top_k: int | None, top_p: float | Non
     """Keyword arguments of `generate` for the command line's sampling options: warpers are off unless asked for.
 
     Raises ValueError for values out of range and for a warper without sampling."""
-    if temperature < 0:
-        raise ValueError(f"--temperature is {temperature}: give 0 for greedy decoding or a positive number")
+    if temperature != 0 and not 1e-6 <= temperature <= 1e6:  # beyond, logits overflow or masked ones become NaN
+        raise ValueError(f"--temperature is {temperature}: give 0 for greedy decoding, or 1e-6 to 1e6 to sample")
     if temperature == 0:
         if top_k is not None or top_p is not None:
             raise ValueError("--top-k and --top-p shape sampling and need a --temperature above 0")

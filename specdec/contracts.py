@@ -106,6 +106,12 @@ class Verdict:
     next_token: Tensor
     accept_prob: Tensor
 
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> Verdict:
+        """Of no rows."""
+        ids = torch.zeros(0, dtype=torch.long, device=device)
+        return cls(ids[:, None], ids, ids, torch.zeros(0, 0, device=device))
+
 
 class Draws(Protocol):
     """All randomness of one step, addressed by (seed, request id, step or position, purpose, index).

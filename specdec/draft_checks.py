@@ -1,14 +1,37 @@
-"""What a drafter hands over is checked where the host can see it, and made safe where only the device can."""
+"""What a drafter hands over is checked where the host can see it, and made safe where only the device can; and that
+it works for one generation at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specdec.contracts import Draft
+from specdec.contracts import Draft, Drafter
+
+_at_work: set[int] = set()  # ids of the drafters of running generations, which hold them, so that no id is reused
+
+
+@contextmanager
+def claimed(drafter: Drafter | None, name: str) -> Iterator[None]:
+    """`drafter` works for this generation alone. Row ids begin at 0 in each, so that a second one would mix its rows
+    with the first's: ValueError."""
+    if id(drafter) in _at_work:
+        raise ValueError(
+            f"drafter {name!r} is in use by another generation: let that one end (close the iterator of stream_batch), "
+            f"or give each generation a drafter of its own"
+        )
+    if drafter is None:
+        yield
+        return
+    _at_work.add(id(drafter))
+    try:
+        yield
+    finally:
+        _at_work.remove(id(drafter))
 
 
 def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int, device: torch.device) -> None:
@@ -32,9 +55,11 @@ def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int, devic
                 f"drafter {drafter!r} drafted {length} tokens in row {b}, where the budget is {limit} and the tokens "
                 f"tensor has {tokens.shape[1]} columns: draft no more than budget[b]"
             )
-    if draft.parents is not None and draft.parents.shape != tokens.shape:
+    parents = draft.parents
+    if parents is not None and (parents.dtype != torch.long or parents.shape != tokens.shape):
         raise ValueError(
-            f"drafter {drafter!r} returned parents {tuple(draft.parents.shape)}: give {tuple(tokens.shape)}"
+            f"drafter {drafter!r} returned parents of {parents.dtype} {tuple(parents.shape)}: give an int64 tensor "
+            f"{tuple(tokens.shape)}"
         )
     if draft.q_logits is not None:
         _check_q(draft, drafter, V if draft.q_ids is None else len(draft.q_ids))

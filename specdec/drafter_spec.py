@@ -18,21 +18,21 @@ class DrafterSpec:
 
     text:    as given, and how reports name it.
     source:  a name of `registry.DRAFTERS`, or `module:Name`.
-    options: keyword arguments for it.
+    options: keyword arguments for it, as text.
     length:  its own draft length, or None for the run's.
     """
 
     text: str
     source: str
-    options: dict[str, Any]
+    options: dict[str, str]
     length: int | None
 
     @staticmethod
     def parse(text: str) -> DrafterSpec:
         """Read `name[:key=value,...]` where name is a known drafter, else `module:Name[:key=value,...]`.
 
-        Values are Python literals (4, 0.5, True) or else plain strings. Raises ValueError for a name that is neither
-        known nor of that form (listing the known ones) and for malformed settings."""
+        Raises ValueError for a name that is neither known nor of that form (listing the known ones) and for malformed
+        settings."""
         source, _, settings = text.partition(":")
         if source not in DRAFTERS:
             name, _, settings = settings.partition(":")
@@ -41,22 +41,24 @@ class DrafterSpec:
             source = f"{source}:{name}"
         options = dict(_setting(text, item) for item in settings.split(",")) if settings else {}
         length = options.pop("length", None)
-        if length is not None and (not isinstance(length, int) or length < 0):
-            raise ValueError(f"drafter {text!r} has length={length!r}: give 0 (plain decoding) or a positive number")
-        return DrafterSpec(text, source, options, length)
+        if length is not None and not length.isdecimal():
+            raise ValueError(f"drafter {text!r} has length={length}: give 0 (plain decoding) or a positive number")
+        return DrafterSpec(text, source, options, None if length is None else int(length))
 
 
 def build_drafter(spec: DrafterSpec, target: LoadedModel) -> Drafter:
     """Make the drafter that `spec` names; a parameter called `target`, if it has one, gets the target.
 
+    Settings are read as Python literals (4, 0.5, True) or else taken as text; always as text where the parameter is
+    annotated `str` or `str | None`.
     Raises ValueError for settings that it does not take and ImportError where its module cannot be found."""
     factory = _factory(spec.source)
     if not callable(factory):
         raise ValueError(
             f"drafter {spec.text!r} is a {type(factory).__name__}: name a class, or a function that makes one"
         )
-    keywords = dict(spec.options)
     signature = inspect.signature(factory)
+    keywords = {name: _value(text, signature.parameters.get(name)) for name, text in spec.options.items()}
     if "target" in signature.parameters:
         keywords["target"] = target
     try:
@@ -82,11 +84,19 @@ def _factory(source: str) -> Any:
         ) from None
 
 
-def _setting(text: str, item: str) -> tuple[str, Any]:
+def _setting(text: str, item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key.isidentifier() or not equals or not value:
         raise ValueError(f"drafter {text!r}: {item!r} is not of the form key=value")
+    return key, value
+
+
+def _value(text: str, parameter: inspect.Parameter | None) -> Any:
+    """A setting for `parameter`, which is None where the factory has none of that name."""
+    annotation = None if parameter is None else parameter.annotation
+    if annotation in (str, str | None, "str", "str | None"):
+        return text
     try:
-        return key, ast.literal_eval(value)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return key, value
+        return text

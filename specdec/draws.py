@@ -87,7 +87,10 @@ class FreshDraws:
     def sample(
         self, logits: Tensor, depth: int, rows: Sequence[int] | None = None, index: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_logits = self.warp(logits.float())
+        raw = logits.float()
+        q_logits = self.warp(raw)
+        # Where the warpers forbid all that the drafter can propose, it drafts by its own q: exact like any other.
+        q_logits = torch.where(q_logits.amax(-1, keepdim=True) == -torch.inf, raw, q_logits)
         q_logz = q_logits.logsumexp(-1)
         u = self._uniform(Purpose.DRAFT, depth, index + 1, rows)[:, index]
         tokens = inverse_cdf((q_logits - q_logz[:, None]).exp(), u)

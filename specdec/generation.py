@@ -7,7 +7,6 @@ honour yet it refuses by name, before anything is computed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.budget import Budget
@@ -29,22 +28,27 @@ from specdec.call_checks import (
     check_draft_length,
     check_positions,
     check_prompt,
+    check_token_ids,
     fitting_verifier,
+    refuse_arguments,
     refuse_unsupported,
+    whole_number,
 )
 from specdec.contracts import Drafter, Verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.draws import request_array
 from specdec.loop import CHUNK, Batch, OnCommit
 from specdec.models import LoadedModel
 from specdec.processors import Processors
 from specdec.registry import VERIFIERS, known
 from specdec.requests import Request
 from specdec.stats import Stats
-from specdec.stopping import Stops
+from specdec.stopping import Stops, with_stop_strings
 from specdec.target import Target
 
 DRAFT_LENGTH = 5  # where it is fixed and nobody says
 LONGEST = 8  # where it is learned
+DRAFTS_INSTEAD = dict.fromkeys(("assistant_model", "custom_generate"), "say what drafts with drafter=")
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -91,25 +95,13 @@ def generate(
 
     Example: specdec.generate(model, **tokenizer("Hello", return_tensors="pt"), drafter="ngram", max_new_tokens=32)
     """
-    for name in ("assistant_model", "custom_generate"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{name} is not supported by specdec.generate: say what drafts with drafter=")
+    refuse_arguments(kwargs, "specdec.generate", DRAFTS_INSTEAD)
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
     )  # fmt: skip
     check_prompt(input_ids, kwargs.get("attention_mask"))
-    config = kwargs.get("generation_config")
-    if stop_strings is None and config is not None and config.stop_strings is not None:
-        stop_strings, config = config.stop_strings, copy.copy(config)
-        config.stop_strings, kwargs["generation_config"] = None, config
-    if stop_strings is not None:
-        # `generate` builds this criterion itself, but does not hand the tokenizer on to a custom function.
-        if tokenizer is None:
-            raise ValueError("stop_strings was given without tokenizer: pass tokenizer= as well")
-        kwargs["stopping_criteria"] = StoppingCriteriaList(
-            [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
-        )
+    kwargs = with_stop_strings(model, tokenizer, kwargs | {"stop_strings": stop_strings})
     output = model.generate(input_ids, custom_generate=decode, **kwargs)
     return (output, decode.stats) if return_stats else output
 
@@ -134,8 +126,9 @@ class speculate:
     ):
         if draft_length is not None:
             check_draft_length(draft_length)
-        if max_batch is not None and max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}: give how many rows may run at a time, at least 1, or None")
+        if max_batch is not None:
+            advice = "give how many rows may run at a time, at least 1, or None"
+            max_batch = whole_number(max_batch, "max_batch", advice, least=1)
         self.max_batch = max_batch
         self.drafter = DrafterSpec.parse(drafter) if isinstance(drafter, str) else _checked(drafter)
         if isinstance(self.drafter, DrafterSpec) and self.drafter.length is not None:
@@ -143,8 +136,8 @@ class speculate:
         self.verifier = known(VERIFIERS, verifier, "verifier") if isinstance(verifier, str) else verifier
         if not isinstance(self.verifier, type | Verifier):
             raise ValueError(f"verifier is {verifier!r}: give a name, or an object with all of specdec.Verifier")
-        if seed is not None and not isinstance(seed, int):
-            raise ValueError(f"seed is {seed!r}: give an integer, or None to draw one from torch's generator")
+        if seed is not None:
+            seed = whole_number(seed, "seed", "give an integer, or None to draw one from torch's generator")
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
         self.streamer, self.tokenizer, self.on_commit = streamer, tokenizer, on_commit
         self.stats: Stats | None = None
@@ -190,6 +183,7 @@ class speculate:
         target = Target(model)
         stops = Stops(stopping_criteria)
         requests = self._requests(input_ids, mask, stops)
+        check_token_ids(target, requests)
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
@@ -206,7 +200,7 @@ class speculate:
             budget=Budget(length) if learns else None,
             on_commit=self._committed,
             max_rows=self.max_batch,
-            chunk=generation_config.prefill_chunk_size or CHUNK,
+            chunk=_chunk(generation_config.prefill_chunk_size),
         )
         self.stats = batch.stats
         return batch
@@ -218,6 +212,8 @@ class speculate:
         ids = list(range(B)) if self.request_ids is None else list(self.request_ids)
         if len(ids) != B:
             raise ValueError(f"request_ids has {len(ids)} entries for {B} rows: give one per returned sequence")
+        ids = [whole_number(id_, "an entry of request_ids", "give integers in [0, 2**32)", least=0) for id_ in ids]
+        request_array(ids)  # too large is too large also where nothing will be drawn
         limit = int(stops.max_length) - width
         return [Request(b, ids[b], b, columns[b].astype(np.int64), pads[b], limit) for b in range(B)]
 
@@ -250,6 +246,13 @@ def _checked(drafter: Any) -> Drafter | None:
             f"derived from specdec.BaseDrafter"
         )
     return drafter
+
+
+def _chunk(size: int | None) -> int:
+    """Most prompt tokens per step."""
+    if size is None:
+        return CHUNK
+    return whole_number(size, "prefill_chunk_size", "give how many prompt tokens may enter in a step, 1 or more", 1)
 
 
 def assemble(requests: Sequence[Request], input_ids: Tensor, config: GenerationConfig) -> Tensor:

@@ -22,13 +22,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec.disk import reading
+
 _MANIFEST = "specdec-manifest.json"
 
 
 def model_folder(gguf: Path) -> Path:
     """The folder with the float32 model and tokenizer of a `.gguf` file, converted now if it was not before.
 
-    Raises ImportError where the package that reads GGUF files is missing, and ValueError where the file is not one."""
+    Raises ImportError where the package that reads GGUF files is missing, and ValueError where the file is not one
+    or is damaged."""
     root = _cache_root()
     entry = root / f"{gguf.stem}-{_digest(gguf)[:16]}-transformers-{transformers.__version__}"
     if _is_intact(entry):
@@ -66,7 +69,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     with gguf.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise ValueError(f"{gguf} is not a GGUF file: it does not begin with the letters GGUF")
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; warnings are logged and errors raised all the same
+    # Kept off the screen are progress bars; warnings are logged and errors raised all the same.
+    with reading(f"{gguf} could not be converted"), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # transformers still counts the dequantised model as a GGUF-quantised one, which it refuses to save

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.budget import Budget
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
-from specdec.draft_checks import check_draft, made_safe
+from specdec.draft_checks import check_draft, claimed, made_safe
 from specdec.draws import make_draws, raise_if_undefined
 from specdec.processors import Prefixes, Processors
 from specdec.requests import Request
@@ -71,12 +71,13 @@ class Batch:
     def finished(self) -> Iterator[Request]:
         """Decode, and yield each request as it finishes. A drafter is released of all rows even when something raises,
         or when the caller stops asking."""
-        try:
-            while self.live or self.waiting:
-                yield from self.step()
-        finally:
-            if self.drafter is not None and self.live:
-                self.drafter.release(list(self.live))
+        with claimed(self.drafter, self.stats.drafter):
+            try:
+                while self.live or self.waiting:
+                    yield from self.step()
+            finally:
+                if self.drafter is not None and self.live:
+                    self.drafter.release(list(self.live))
 
     @torch.no_grad()
     def step(self) -> list[Request]:
@@ -114,11 +115,11 @@ class Batch:
         if not entering:
             return
         rows = [request.row for request in entering]
+        if self.drafter is not None:
+            self.drafter.admit(rows)  # before they are live: where it raises, there is nothing to release
         self.live |= zip(rows, entering, strict=True)
         self.hidden |= {row: [] for row in rows}
         self.cache.admit(rows)
-        if self.drafter is not None:
-            self.drafter.admit(rows)
 
     def schedule(self) -> list[Segment]:
         """Every decoding row's last token, and prompt chunks of at most `chunk` tokens in all."""
@@ -168,12 +169,15 @@ class Batch:
         return made_safe(draft, V)
 
     def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
-        """Processors, then the rule."""
+        """Processors, then the rule, which never meets a step that scores no row (one of prompt chunks only)."""
+        if not scored:
+            return Verdict.empty(self.target.device)
         if not self.processors.is_identity:
             parents = None
             if draft.parents is not None:
                 parents = draft.parents.cpu().numpy()  # a second read, only for trees under prefix-dependent processors
-            prefixes = Prefixes([r.text for r in scored], [r.index for r in scored], draft, parents)
+            texts, unseen = [r.text for r in scored], [r.unseen for r in scored]
+            prefixes = Prefixes(texts, [r.index for r in scored], draft, parents, unseen)
             scores = replace(scores, logits=self.processors.apply(scores.logits, prefixes))
         elif self.verifier.draws != "argmax":
             scores = replace(scores, logits=scores.logits.float())
@@ -244,11 +248,11 @@ class Batch:
     def retire(self, finished: Sequence[Request]) -> None:
         """Free what finished rows hold."""
         rows = [request.row for request in finished]
+        for row in rows:
+            del self.live[row], self.hidden[row]
         self.cache.release(rows)
         if self.drafter is not None and rows:
             self.drafter.release(rows)
-        for row in rows:
-            del self.live[row], self.hidden[row]
 
     def learn(self, scored: Sequence[Request], draft: Draft, read: _Read) -> None:
         """What this step tells about the draft lengths that pay."""

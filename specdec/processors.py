@@ -61,6 +61,7 @@ class Prefixes:
     requests: per row, its index in the batch that the user passed.
     draft:    the step's draft.
     parents:  host copy of `draft.parents` for a tree, None for a chain.
+    unseen:   per row, columns of HF's layout that `columns` does without: processors of lengths alone count them.
 
     Nothing is built until a processor asks. Example: columns [[7, 8]], chain draft [[4, 5]]: lengths = [2, 3, 4],
     ids = [[7, 8, 0, 0], [7, 8, 4, 0], [7, 8, 4, 5]].
@@ -70,6 +71,7 @@ class Prefixes:
     requests: Sequence[int]
     draft: Draft
     parents: np.ndarray | None = None
+    unseen: Sequence[int] = ()
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -95,6 +97,16 @@ class Prefixes:
         """[R] number of ids in each prefix."""
         committed = np.array([len(ids) for ids in self.columns], dtype=np.int64)
         return committed[self.rows] + (self.paths >= 0).sum(1)
+
+    @property
+    def unseen_columns(self) -> np.ndarray:
+        """[R] `unseen` of each scored position's row, 0 where it was not given."""
+        return np.array(self.unseen or [0] * len(self.columns), dtype=np.int64)[self.rows]
+
+    @cached_property
+    def layout_lengths(self) -> np.ndarray:
+        """[R] the same in HF's layout of the whole batch, which processors of lengths are made for."""
+        return self.lengths + self.unseen_columns
 
     @cached_property
     def ids(self) -> Tensor:
@@ -177,16 +189,17 @@ class Processors:
         columns = torch.arange(prefixes.ids.shape[1], device=scores.device)
         ids = prefixes.ids.masked_fill(columns >= lengths[:, None], self.vocab_size)
         wider = torch.nn.functional.pad(scores, (0, 1))
-        return _for_requests(processor, prefixes.batch_rows)(ids, wider)[:, : self.vocab_size].contiguous()
+        return _for_requests(processor, prefixes, slice(None))(ids, wider)[:, : self.vocab_size].contiguous()
 
 
 def _apply_at_lengths(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
     """One call for all positions at which a processor of ACTS_AT_LENGTH does anything, none if there is none."""
-    active = np.flatnonzero([ACTS_AT_LENGTH[type(processor)](processor, n) for n in prefixes.lengths.tolist()])
+    lengths = prefixes.layout_lengths.tolist()
+    active = np.flatnonzero([ACTS_AT_LENGTH[type(processor)](processor, n) for n in lengths])
     if len(active) == 0:
         return scores
     index = _sent(active, scores.device)
-    any_prefix = index.new_zeros(1, 1).expand(len(active), int(prefixes.lengths[active[0]]))
+    any_prefix = index.new_zeros(1, 1).expand(len(active), lengths[active[0]])
     return scores.index_copy(0, index, processor(any_prefix, scores[index]))
 
 
@@ -194,18 +207,19 @@ def _apply_by_length(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
     """One HF call per prefix length; through a list, for HF's own check of the arguments a processor asks for."""
     result = torch.empty_like(scores)
     for index, length in prefixes.groups:
-        batch_rows = prefixes.batch_rows[prefixes.lengths == length]
-        call = LogitsProcessorList([_for_requests(processor, batch_rows)])
+        call = LogitsProcessorList([_for_requests(processor, prefixes, prefixes.lengths == length)])
         result.index_copy_(0, index, call(prefixes.ids[index, :length], scores[index]).float())
     return result
 
 
-def _for_requests(processor, batch_rows: np.ndarray):
-    """A processor that holds data per row of the user's batch, as one for rows that belong to `batch_rows`."""
+def _for_requests(processor, prefixes: Prefixes, chosen: np.ndarray | slice):
+    """A processor that holds data per row of the user's batch, as one for the `chosen` of the R scored positions."""
+    batch_rows = prefixes.batch_rows[chosen]
     if type(processor) is hf.RepetitionPenaltyLogitsProcessor and torch.is_tensor(processor.prompt_ignore_length):
         processor = copy.copy(processor)
-        rows = _sent(batch_rows, processor.prompt_ignore_length.device)
-        processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
+        ignored = processor.prompt_ignore_length  # of each request's columns in HF's layout, the padding
+        rows, unseen = (_sent(a, ignored.device) for a in (batch_rows, prefixes.unseen_columns[chosen]))
+        processor.prompt_ignore_length = ignored[rows] - unseen
     elif type(processor) is hf.PrefixConstrainedLogitsProcessor:
         allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
         return hf.PrefixConstrainedLogitsProcessor(lambda row, ids: allowed(int(batch_rows[row]) // beams, ids), 1)

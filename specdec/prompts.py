@@ -45,8 +45,8 @@ def load_prompts(source: str | Path | None = None, limit: int | None = None, ski
     limit: take this many, in turn from each category in the order the categories appear.
     skip_bad: leave out rows that cannot be read, with one warning that counts them, instead of raising.
 
-    Raises FileNotFoundError for a missing file, and ValueError for a bad row (named by file and line), a file without
-    prompts and a limit below 1.
+    Raises FileNotFoundError for a missing file, IsADirectoryError for a folder, and ValueError for a bad row (named by
+    file and line), a file without prompts and a limit below 1.
     """
     path = BUILT_IN if source is None else Path(source)
     if limit is not None and limit < 1:
@@ -98,6 +98,8 @@ def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, raw: bool) -> li
 
 
 def _lines(path: Path) -> list[str]:
+    if path.is_dir():
+        raise IsADirectoryError(f"prompts {path} is a folder: give a JSONL file in it, or none for the built-in set")
     if not path.is_file():
         raise FileNotFoundError(f"prompts file {path} does not exist: give a JSONL file, or none for the built-in set")
     try:

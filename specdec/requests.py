@@ -19,6 +19,7 @@ class Request:
     columns:    its prompt in HF's column layout, left pads included, int64.
     pads:       how many of `columns` are padding; the rest are the real tokens.
     limit:      most tokens to emit.
+    unseen:     left pads of HF's layout that `columns` does without; only processors of lengths count them.
     """
 
     row: int
@@ -27,6 +28,7 @@ class Request:
     columns: np.ndarray
     pads: int
     limit: int
+    unseen: int = 0
     steps: int = 0  # verdicts so far
     done: bool = False
     stats: RowStats = field(init=False)
@@ -34,6 +36,11 @@ class Request:
     def __post_init__(self):
         self._length = self.prompt_columns = len(self.columns)
         self.stats = RowStats(self.request_id, self._length - self.pads)
+
+    def leave_pads(self) -> None:
+        """Take the pads off `columns`, so that nothing that reads the text meets them."""
+        self.columns, self.unseen, self.pads = self.columns[self.pads :], self.pads, 0
+        self._length = self.prompt_columns = len(self.columns)
 
     @property
     def text(self) -> np.ndarray:

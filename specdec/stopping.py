@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from specdec.requests import Request
+
+
+def with_stop_strings(model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` of `model.generate` with stop strings, its argument's or either generation config's, as a criterion.
+
+    `generate` builds it itself, but takes the tokenizer away from a call with a custom function. Raises ValueError for
+    stop strings without a tokenizer."""
+    kwargs = dict(kwargs)
+    config, own = kwargs.get("generation_config"), model.generation_config.stop_strings
+    given = (kwargs.pop("stop_strings", None), None if config is None else config.stop_strings, own)
+    strings = next((each for each in given if each is not None), None)
+    if strings is None:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError(f"stop_strings is {strings!r}, without tokenizer: pass tokenizer= as well")
+    if config is not None:
+        kwargs["generation_config"] = config = copy.copy(config)
+        config.stop_strings = None
+    if own is not None:
+        kwargs["stop_strings"] = None  # or `generate` would fall back on the model's
+    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    return kwargs | {"stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 class Stops:

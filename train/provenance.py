@@ -33,9 +33,11 @@ def claim(folder: Path, made_from: dict[str, Any]) -> None:
         os.replace(made, folder / META)
         return
     try:
-        before = json.loads((folder / META).read_text())
+        before = json.loads((folder / META).read_bytes())
     except ValueError:
-        raise ValueError(f"{folder / META} is damaged: give another folder, or remove this one") from None
+        before = None
+    if not isinstance(before, dict):
+        raise ValueError(f"{folder / META} is damaged: give another folder, or remove this one")
     for key in [*made_from, *(before.keys() - made_from.keys())]:
         if before.get(key) != made_from.get(key):
             raise ValueError(

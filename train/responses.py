@@ -24,6 +24,7 @@ import specdec
 from eval.methods import EncodedPrompt, Method, Request, check_room, engine_method
 from heads.saved import fingerprint
 from specdec.cli_options import sampling_arguments
+from specdec.disk import writing
 from specdec.models import LoadedModel
 from train.batches import Example
 from train.data import TrainPrompt
@@ -44,8 +45,7 @@ class ResponseSettings:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or a positive number")
+        sampling_arguments(self.temperature, None, None)  # raises for one out of range
         if self.max_new_tokens < 1 or self.batch_size < 1:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens} and batch_size {self.batch_size}: both must be at least 1"
@@ -76,14 +76,14 @@ def respond(
     left = [number for number in share if number not in done]
     method = _plain_decoding(loaded, settings)
     tokens, started = 0, time.perf_counter()
-    with path.open("a") as file, _progress(shown=rank == 0) as progress:
+    with _progress(shown=rank == 0) as progress:
         count = {number: len(batches[number]) for number in share}
         finished = sum(count[number] for number in share if number in done)
         task = progress.add_task("responses", total=sum(count.values()), completed=finished, speed=0.0)
         for number in left:
             answers = _answer(method, batches[number], settings.max_new_tokens)
-            file.write(json.dumps({"batch": number, "responses": answers}) + "\n")
-            file.flush()  # handed to the system: a kill of this process costs at most the batch it was in
+            with writing(path), path.open("a") as file:  # closed: a kill costs at most the batch it was in
+                file.write(json.dumps({"batch": number, "responses": answers}) + "\n")
             tokens += sum(map(len, answers.values()))
             progress.update(task, advance=len(answers), speed=tokens / (time.perf_counter() - started))
 
@@ -151,12 +151,12 @@ def _finished(folder: Path) -> dict[int, Answers]:
     """Every finished batch by its number, from the files of all processes."""
     found: dict[int, Answers] = {}
     for path in sorted(folder.glob("responses*.jsonl")):
-        *lines, _ = path.read_text().split("\n")  # what follows the last line end is empty or was cut off by a kill
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line end is empty or was cut off by a kill
         for place, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
                 found[row["batch"]] = row["responses"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):  # not UTF-8 or not JSON; not an object of these fields
                 raise ValueError(f"{path}, line {place}, is not a batch of responses: remove the line") from None
     return found
 

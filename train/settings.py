@@ -73,11 +73,12 @@ class TrainSettings:
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1, or nothing for all")
         self._check("held_out", 0 <= self.held_out < 1, "at least 0 and below 1")
-        self._check("temperature", self.temperature >= 0, "0 for greedy decoding or a positive number")
+        self._check("temperature", 0 <= self.temperature < math.inf, "0 for greedy decoding or a positive number")
         self._check("depth_decay", 0 < self.depth_decay <= 1, "above 0 and up to 1")
         self._check("learning_rate", self.learning_rate > 0, "a positive number")
         self._check("warmup", 0 <= self.warmup < 1, "at least 0 and below 1")
         self._check("weight_decay", self.weight_decay >= 0, "at least 0")
+        self._check("seed", 0 <= self.seed < 2**32, "0 to 4294967295")
         self._check("clip", 0 < self.clip < math.inf, "a positive number")
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:

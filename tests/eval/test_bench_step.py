@@ -7,7 +7,7 @@ import torch
 
 from eval import bench_step, timing
 from specdec.models import LoadedModel
-from tests.tiny_models import tiny
+from tests.tiny_models import POSITIONS, tiny
 
 
 @pytest.fixture
@@ -47,3 +47,8 @@ def test_the_first_round_does_not_count():
 def test_sizes_below_one_are_refused(loaded, name):
     with pytest.raises(ValueError, match=r"is 0: give at least 1"):
         bench_step.run(**SETTINGS, **{"batch_size": 1, "repeats": 1, "as_json": False} | {name: 0})
+
+
+def test_more_context_than_positions_is_refused(loaded):
+    with pytest.raises(ValueError, match="--context is 254 and --draft-length 2: .* 256 positions"):
+        bench_step.run(**SETTINGS | {"context": POSITIONS - 2}, batch_size=1, repeats=1, as_json=False)

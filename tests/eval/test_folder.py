@@ -151,3 +151,15 @@ def test_a_full_disk_is_named(folder, file):
     (folder.path / file).symlink_to("/dev/full")
     with pytest.raises(ValueError, match=rf"{file} cannot be written \(No space left on device\).*--resume"):
         folder.append(JOB) if file == "results.jsonl" else folder.write_text(file, "x" * 100_000)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff\xfe"])
+def test_damaged_files_of_other_kinds_are_named(folder, content):
+    folder.append(JOB)
+    with folder.results.open("ab") as file:
+        file.write(content + b"\n")
+    with pytest.raises(ValueError, match="line 3, is not a result"):
+        folder.start(CONFIG)
+    (folder.path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="config.json is missing or damaged"):
+        folder.check(CONFIG, True)

@@ -62,6 +62,12 @@ def test_hf_samples_are_repeatable():
     assert first == second
 
 
+def test_hf_takes_any_seed_as_the_engine_does():
+    model, prompts, sampling = tiny("llama"), prompts_of(3), {"do_sample": True, "temperature": 2.0}
+    large, small = (hf_method(model, Request.of(model, sampling, seed)).generate(prompts, 4) for seed in (2**64 + 3, 3))
+    assert large.tokens == small.tokens
+
+
 def test_engine_method_hands_over_the_request():
     model = tiny("llama")
     request = Request.of(model, GREEDY, 11)

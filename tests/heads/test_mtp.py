@@ -84,6 +84,20 @@ def test_the_comparison_notices_a_chain_that_sees_too_much():
     assert (alone(stage, entries)[-1] - want[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])  # which adds positions
+@torch.no_grad()
+def test_a_new_head_starts_from_the_targets_state(family):
+    """Its layer adds nothing yet, whatever its kind calls its projections; the rest is the target's last layer."""
+    model = tiny(family)
+    for concat in ("embedding_first", "hidden_first"):
+        head = MTPHead(MTPConfig(layers=1, **SIZES, concat=concat), model)
+        tokens, hidden = texts(model)
+        norm = head.stage(1).block.get_decoder().norm
+        torch.testing.assert_close(head(tokens, hidden, 1)[0], norm(hidden), rtol=0, atol=1e-4)
+    first = next(parameter for name, parameter in head.stage(1).layer.named_parameters() if "q_" in name)
+    assert any(torch.equal(first, parameter) for parameter in model.get_decoder().layers[-1].parameters())
+
+
 @torch.no_grad()
 def test_settings_of_the_input():
     model = tiny("llama")

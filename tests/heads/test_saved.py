@@ -115,6 +115,10 @@ def test_what_is_no_head(model, tmp_path):
     random_head(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a head of kind 'mtp', not 'medusa'"):
         MedusaHeads.from_pretrained(tmp_path, model)
+    for content, message in {"[]": "of kind None, not 'medusa'", '{"kind": "medusa"}': "is no medusa head's"}.items():
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            MedusaHeads.from_pretrained(tmp_path, model)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         MedusaHeads.from_pretrained(tmp_path, model)

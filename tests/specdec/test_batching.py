@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import specdec
+from drafters.draft_model import DraftModelDrafter, first_layers
 from specdec import loop
 from tests.tiny_models import tiny
+from tests.toy_tokenizer import toy_tokenizer
 
 LENGTHS = (3, 40, 1, 17, 9, 28, 2, 5)
 PROMPTS = [torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
@@ -47,6 +49,55 @@ def test_every_request_is_answered_as_if_it_were_alone(family, drafter):
     assert sorted(found) == list(range(len(PROMPTS)))
     for index, prompt in enumerate(PROMPTS):
         assert torch.equal(found[index], alone(model, prompt, **settings)), index
+
+
+def ends_on_repetition(ids, scores, **kwargs):
+    """A stopping criterion that reads the whole text, so that it would notice padding (id 0)."""
+    return torch.tensor([len(set(row.tolist())) < len(row) - 3 for row in ids])
+
+
+TEXT_DEPENDENT = [
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.5},
+    {"bad_words_ids": [[0, 3], [5]]},
+    {"min_new_tokens": 8, "eos_token_id": list(range(40)), "pad_token_id": 0},
+    {"begin_suppress_tokens": list(range(1, 60))},
+    {"stopping_criteria": [ends_on_repetition], "eos_token_id": 96, "pad_token_id": 0},
+]
+
+
+def answers_beside_each_other(model, settings):
+    found = specdec.stream_batch(model, PROMPTS, max_batch=3, drafter="draft_model:layers=1", **settings)
+    return {done.index: done.tokens.tolist() for done in found}
+
+
+@pytest.mark.parametrize("chosen", TEXT_DEPENDENT, ids=lambda chosen: next(iter(chosen)))
+def test_processors_and_criteria_see_a_request_alone(chosen):
+    """Prompts of other lengths are there, but neither as padding nor as columns that are counted."""
+    model = tiny("llama")
+    settings = {"max_new_tokens": 12, "do_sample": False} | chosen
+    found = answers_beside_each_other(model, settings)
+    assert found == {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
+
+
+def test_padding_that_is_seen_is_caught(monkeypatch):
+    """The control of the test above: it fails where requests keep their left pads."""
+    monkeypatch.setattr("specdec.requests.Request.leave_pads", lambda self: None)
+    model, failed = tiny("llama"), 0
+    for chosen in TEXT_DEPENDENT:
+        settings = {"max_new_tokens": 12, "do_sample": False} | chosen
+        found = answers_beside_each_other(model, settings)
+        failed += found != {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
+    assert failed
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection", "traversal", "coupled", "typical"])
+def test_a_sample_does_not_depend_on_how_its_prompt_entered(verifier):
+    """A step of prompt chunks only scores nothing and draws nothing."""
+    model, prompt = tiny("llama"), PROMPTS[1][None]
+    settings = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "verifier": verifier}
+    whole = specdec.generate(model, prompt, **settings)
+    assert torch.equal(whole, specdec.generate(model, prompt, prefill_chunk_size=7, **settings))
 
 
 def test_rows_and_prompt_tokens_stay_within_their_limits(steps):
@@ -123,6 +174,48 @@ def test_a_drafter_meets_rows_only_while_they_run():
     assert not drafter.rows and drafter.most == 3
 
 
+def test_a_drafter_in_use_is_refused_and_nobody_is_harmed():
+    model = tiny("llama")
+    drafter = DraftModelDrafter(first_layers(model, 1))
+    settings = {"max_batch": 3, "drafter": drafter, "max_new_tokens": 6, "do_sample": False}
+    expected = {i: alone(model, prompt, max_new_tokens=6, do_sample=False).tolist() for i, prompt in enumerate(PROMPTS)}
+    first = specdec.stream_batch(model, PROMPTS, **settings)
+    found = [next(first)]
+    with pytest.raises(ValueError, match="drafter 'draft_model' is in use by another generation"):
+        next(specdec.stream_batch(model, PROMPTS, **settings))
+    found += first
+    assert {done.index: done.tokens.tolist() for done in found} == expected
+    again = specdec.stream_batch(model, PROMPTS, **settings)
+    assert {done.index: done.tokens.tolist() for done in again} == expected
+
+
+def test_what_a_drafter_raises_at_the_door_is_what_the_caller_sees():
+    class Full(Counting):
+        def admit(self, ids):
+            if self.most:
+                raise RuntimeError("no room")
+            super().admit(ids)
+
+        def release(self, ids):
+            for row in ids:
+                self.rows.remove(row)  # KeyError for a row that was never admitted
+
+    drafter = Full()
+    with pytest.raises(RuntimeError, match="no room"):
+        list(specdec.stream_batch(tiny("llama"), PROMPTS, max_batch=3, drafter=drafter, max_new_tokens=4))
+    assert not drafter.rows
+
+
+def test_stop_strings_end_a_request():
+    model, tokenizer = tiny("llama"), toy_tokenizer()
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    plain = alone(model, PROMPTS[0], **settings)
+    stop = tokenizer.decode(plain[4:6])
+    expected = alone(model, PROMPTS[0], **settings, stop_strings=[stop], tokenizer=tokenizer)
+    found = next(specdec.stream_batch(model, PROMPTS[:1], **settings, stop_strings=[stop], tokenizer=tokenizer))
+    assert torch.equal(found.tokens, expected) and len(expected) < len(plain)
+
+
 def test_generate_with_fewer_rows_than_prompts():
     """`max_batch` holds for a whole batch given to `generate` as well."""
     model = tiny("llama")
@@ -140,5 +233,18 @@ def test_what_is_refused():
         specdec.stream_batch(model, [[3], []], max_new_tokens=4)
     with pytest.raises(ValueError, match="max_batch is 0"):
         specdec.stream_batch(model, PROMPTS, max_batch=0, max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_new_tokens was not given"):
+        specdec.stream_batch(model, PROMPTS, max_length=60)
+    with pytest.raises(ValueError, match="min_length is 9"):
+        specdec.stream_batch(model, PROMPTS, min_length=9, max_new_tokens=4)
+    with pytest.raises(ValueError, match="prompt 0 is of torch.float32"):
+        specdec.stream_batch(model, [[1.5]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="row 1 of the prompts holds token id 97"):
+        specdec.stream_batch(model, [[3], [97]], max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="num_return_sequences is 2.*give the prompt as many times"):
+        specdec.stream_batch(model, PROMPTS, num_return_sequences=2, do_sample=True, max_new_tokens=4)
+    for name in ("streamer", "on_commit", "attention_mask", "custom_generate"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported by specdec.stream_batch"):
+            specdec.stream_batch(model, PROMPTS, max_new_tokens=4, **{name: object()})
     with pytest.raises(NotImplementedError, match="num_beams"):
         specdec.stream_batch(model, PROMPTS, num_beams=2, max_new_tokens=4)

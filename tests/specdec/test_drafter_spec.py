@@ -11,8 +11,8 @@ from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
 OWN = """
 class MyDrafter:
-    def __init__(self, target, depth, mode="fast"):
-        self.target, self.depth, self.mode = target, depth, mode
+    def __init__(self, target, depth, mode="fast", folder: str | None = None):
+        self.target, self.depth, self.mode, self.folder = target, depth, mode, folder
 """
 
 
@@ -28,11 +28,16 @@ def own_module(tmp_path, monkeypatch):
     ("text", "source", "options", "length"),
     [
         ("ngram", "ngram", {}, None),
-        ("ngram:max_n=3,length=8", "ngram", {"max_n": 3}, 8),
+        ("ngram:max_n=3,length=8", "ngram", {"max_n": "3"}, 8),
         ("draft_model:model=some/path-0.5B", "draft_model", {"model": "some/path-0.5B"}, None),
-        ("draft_model:model=C:/models,x=0.5,y=True", "draft_model", {"model": "C:/models", "x": 0.5, "y": True}, None),
+        (
+            "draft_model:model=C:/models,x=0.5,y=True",
+            "draft_model",
+            {"model": "C:/models", "x": "0.5", "y": "True"},
+            None,
+        ),
         ("mine:MyDrafter", "mine:MyDrafter", {}, None),
-        ("a.b:MyDrafter:depth=2,length=0", "a.b:MyDrafter", {"depth": 2}, 0),
+        ("a.b:MyDrafter:depth=2,length=0", "a.b:MyDrafter", {"depth": "2"}, 0),
     ],
 )
 def test_parse(text, source, options, length):
@@ -48,7 +53,8 @@ def test_parse(text, source, options, length):
         ("ngram:max_n=", "key=value"),
         ("ngram:max_n=3,,", "key=value"),
         ("ngram:length=-1", "length=-1"),
-        ("ngram:length=two", "length='two'"),
+        ("ngram:length=two", "length=two"),
+        ("ngram:length=True", "length=True"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -65,6 +71,11 @@ def test_builds_a_users_and_hands_over_the_target(own_module):
     target = object()
     drafter = build_drafter(DrafterSpec.parse("my_own_drafter:MyDrafter:depth=2"), target)
     assert (drafter.target, drafter.depth, drafter.mode) == (target, 2, "fast")
+
+
+def test_what_is_annotated_as_text_stays_text(own_module):
+    drafter = build_drafter(DrafterSpec.parse("my_own_drafter:MyDrafter:depth=0.5,mode=True,folder=007"), None)
+    assert (drafter.depth, drafter.mode, drafter.folder) == (0.5, True, "007")
 
 
 @pytest.fixture
@@ -92,11 +103,11 @@ def test_builds_a_draft_model_from_the_targets_layers(tiny_target):
     assert drafter.model.model.config.num_hidden_layers == 1
 
 
-@pytest.mark.parametrize("settings", ["", ":model=a,layers=1", ":layers=2", ":model=./not-there"])
+@pytest.mark.parametrize("settings", ["", ":model=a,layers=1", ":layers=2", ":model=./not-there", ":model=5"])
 def test_draft_model_refuses(tiny_target, settings):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         build_drafter(DrafterSpec.parse(f"draft_model{settings}"), tiny_target)
-    assert "layers" in str(error.value) or "not-there" in str(error.value)
+    assert "layers" in str(error.value) or "not-there" in str(error.value) or "target '5'" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,18 @@ def test_siblings_have_their_own_numbers_and_without_replacement_q_leaves_the_ea
     assert q[first] == 0 and q[second].item() == pytest.approx(1 / 99_999)
 
 
+def test_where_the_warpers_leave_the_draft_no_token_its_own_q_is_drawn_from():
+    """Rows: all that has mass is banned; some of it is; nothing had mass (siblings that ran out)."""
+    banned = torch.tensor([0, 2])
+    logits = torch.tensor([[0.25, 0, 0.75, 0], [0.5, 0.25, 0.25, 0], [0.0, 0, 0, 0]]).log()
+    rows = draws(requests=range(3), steps=[0] * 3, warp=lambda x: x.index_fill(1, banned, -torch.inf))
+    tokens, q_logits, q_logz = rows.sample(logits, 0)
+    q = (q_logits - q_logz[:, None]).exp()
+    assert torch.allclose(q[:2], torch.tensor([[0.25, 0, 0.75, 0], [0.0, 1, 0, 0]]))
+    assert tokens[0] in banned and tokens[1] == 1
+    assert q_logz[2] == -torch.inf and q[2].isnan().all()
+
+
 def test_a_nan_draft_row_yields_an_index_in_range_and_a_nan_q():
     logits = torch.tensor([[0.0, torch.nan], [0.0, 1.0]])
     tokens, q_logits, q_logz = draws().sample(logits, 0)

@@ -322,6 +322,7 @@ def test_a_request_samples_the_same_alone_and_in_any_batch_or_order():
         alone = sample(model, {k: v[row : row + 1] for k, v in prompts().items()}, request_ids=[request])
         assert torch.equal(alone[0], together[row])
     assert not torch.equal(sample(model, request_ids=[3, 1, 4, 15], seed=12), together)
+    assert torch.equal(sample(model, request_ids=np.array([3, 1, 4, 15]), seed=np.int64(11)), together)
 
 
 def test_seed_none_follows_torch_and_greedy_leaves_torch_alone():
@@ -361,6 +362,21 @@ def test_draft_model_is_exact_and_reuses_its_cache():
         return_stats=True,
     )  # fmt: skip
     assert same.acceptance_rate == 1.0
+
+
+def test_a_draft_vocabulary_is_the_drafters_own_affair():
+    """The caller's model keeps its head; where the processors suppress every id that can be drafted, none is
+    accepted and the output is the target's."""
+    model, draft = tiny("llama"), first_layers(tiny("llama"), 1)
+    draft.config.draft_ids = [0, 2, 4]
+    head = draft.get_output_embeddings()
+    drafter = DraftModelDrafter(draft)
+    assert draft.get_output_embeddings() is head and head.weight.shape[0] == VOCAB
+    assert drafter.model.vocab_size == 3 and DraftModelDrafter(draft).model.vocab_size == 3
+    settings = {"drafter": drafter, "draft_length": 3, "return_stats": True, "suppress_tokens": [0, 2, 4]}
+    out, stats = sample(model, max_new_tokens=8, **settings)
+    assert not torch.isin(out[:, 12:], torch.tensor([0, 2, 4])).any()
+    assert all(sum(row.drafted) and not sum(row.accepted) for row in stats.rows)
 
 
 def test_draft_model_long_prompts_enter_in_chunks(monkeypatch):
@@ -412,6 +428,18 @@ def test_tokenizers_are_compared_on_what_both_know():
         ({"verifier": "nonsense"}, "unknown verifier"),
         ({"verifier": "rejection"}, "does not fit do_sample=False"),
         ({"request_ids": [1]}, "1 entries for 4 rows"),
+        ({"request_ids": [0, 1, 2, "a"]}, "request_ids is 'a'"),
+        ({"request_ids": [0, 1, 2, 1.5]}, "request_ids is 1.5"),
+        ({"request_ids": [0, 1, 2, -1]}, "request_ids is -1"),
+        ({"request_ids": [0, 1, 2, 2**32]}, "request id 4294967296"),
+        ({"max_batch": "2"}, "max_batch is '2'"),
+        ({"max_batch": 1.5}, "max_batch is 1.5"),
+        ({"prefill_chunk_size": -1}, "prefill_chunk_size is -1"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+        ({"input_ids": [[1, 2]]}, "input_ids is of list"),
+        ({"input_ids": torch.ones(1, 2)}, "input_ids is of torch.float32"),
+        ({"input_ids": torch.tensor([[1, 2], [1, 97]])}, "row 1 of the prompts holds token id 97"),
+        ({"input_ids": torch.tensor([[1, -2]])}, "row 0 of the prompts holds token id -2"),
         ({"stop_strings": "x"}, "without tokenizer"),
     ],
 )
@@ -509,6 +537,7 @@ def test_trees_are_checked_and_junk_past_the_lengths_is_ignored():
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), 2), "returned lengths 2"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long, device="meta"), [2] * B), "tokens on meta"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, torch.ones(B, 1)), "returned parents"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, -torch.ones(B, 2)), "parents of torch.float32"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, q_logits=torch.ones(B, 2, 97)), "without q_logz"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, q_logits=torch.ones(B, 2, 96)), "one column per"),
     ],
@@ -576,3 +605,10 @@ def test_stop_strings_may_come_with_the_generation_config():
     out = specdec.generate(model, **one, generation_config=config, tokenizer=tokenizer)
     assert torch.equal(out, model.generate(**one, generation_config=config, tokenizer=tokenizer))
     assert out.shape[1] < plain.shape[1] and config.stop_strings == [stop]
+    model.generation_config.stop_strings = [stop]
+    assert torch.equal(specdec.generate(model, **one, do_sample=False, max_new_tokens=20, tokenizer=tokenizer), out)
+    config.stop_strings = None
+    assert torch.equal(specdec.generate(model, **one, generation_config=config, tokenizer=tokenizer), out)
+    assert model.generation_config.stop_strings == [stop]
+    with pytest.raises(ValueError, match="without tokenizer"):
+        specdec.generate(model, **one, do_sample=False, max_new_tokens=20)

@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -95,9 +96,10 @@ def test_given_dtype_wins_and_an_unknown_one_lists_the_known():
         resolve_dtype("fp8", CPU)
 
 
-def test_unknown_device_is_one_sentence():
-    with pytest.raises(ValueError, match="device 'gpu' is not usable here"):
-        resolve_device("gpu")
+@pytest.mark.parametrize("name", ["gpu", "meta"])
+def test_unknown_device_is_one_sentence(name):
+    with pytest.raises(ValueError, match=f"device '{name}' is not usable here"):
+        resolve_device(name)
 
 
 def test_targets_that_are_not_there(tmp_path, folder):
@@ -110,6 +112,46 @@ def test_targets_that_are_not_there(tmp_path, folder):
         load_target(str(folder / "config.json"))
     with pytest.raises(ValueError, match="target 'nobody/nothing' could not be loaded"):
         load_target("nobody/nothing")
+
+
+def nothing(file: Path) -> None:
+    file.unlink()
+
+
+def garbage(file: Path) -> None:
+    file.write_bytes(b"xx")
+
+
+def half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def unknown_kind(file: Path) -> None:
+    file.write_text('{"model_type": "nosuch"}')
+
+
+def smaller_vocabulary(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 5}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("config.json", unknown_kind, "the model of .* model type `nosuch`"),
+        ("config.json", garbage, "config.json' is not a valid JSON"),
+        ("config.json", smaller_vocabulary, r"does not fit its config.json: .* has shape \(97, 32\) .* but \(5, 32\)"),
+        ("model.safetensors", garbage, "the model of .* SafetensorError: .*header too small"),
+        ("model.safetensors", half, "the model of .* SafetensorError: .*incomplete metadata"),
+        ("tokenizer.json", nothing, "the tokenizer of .* ValueError: Couldn't instantiate"),
+        ("tokenizer.json", half, "the tokenizer of .* JSONDecodeError"),
+    ],
+)
+def test_a_damaged_folder_is_one_sentence(folder, tmp_path, name, damage, message):
+    shutil.copytree(folder, tmp_path / "damaged")
+    damage(tmp_path / "damaged" / name)
+    with pytest.raises(ValueError, match=message) as error:
+        load_target(str(tmp_path / "damaged"), device="cpu")
+    assert f"target '{tmp_path / 'damaged'}'" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_gguf_is_converted_once_and_keeps_its_weights_and_chat_template(tmp_path, cache, capsys, monkeypatch):
@@ -191,6 +233,9 @@ def test_entry_that_another_process_finished_meanwhile_is_used(tmp_path, cache, 
 def test_bad_gguf_file_and_missing_package(tmp_path, cache, monkeypatch):
     (tmp_path / "text.gguf").write_text("not a model")
     with pytest.raises(ValueError, match="text.gguf is not a GGUF file"):
+        load_target(str(tmp_path / "text.gguf"))
+    (tmp_path / "text.gguf").write_bytes(b"GGUFhello")
+    with pytest.raises(ValueError, match="text.gguf could not be converted: "):
         load_target(str(tmp_path / "text.gguf"))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))

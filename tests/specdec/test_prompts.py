@@ -101,6 +101,8 @@ def test_bad_row_is_named_by_file_and_line_or_skipped_and_counted(tmp_path, capl
 def test_unusable_files_and_a_limit_of_zero(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl does not exist"):
         load_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(IsADirectoryError, match=f"prompts {tmp_path} is a folder"):
+        load_prompts(tmp_path)
     with pytest.raises(ValueError, match="has no usable prompt"):
         load_prompts(write(tmp_path / "empty.jsonl", ""))
     with pytest.raises(ValueError, match="has no usable prompt"):

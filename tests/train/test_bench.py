@@ -57,3 +57,8 @@ def test_bare_changes_no_weight_and_a_step_does():
 def test_unknown_recipe(loaded):
     with pytest.raises(ValueError, match="unknown recipe 'x': known are medusa, mtp"):
         bench.run(kind="x", as_json=False, **SETTINGS)
+
+
+def test_more_draft_ids_than_the_target_has(loaded):
+    with pytest.raises(ValueError, match="--draft-vocab-size is 98: give at most 97"):
+        bench.run(kind="medusa", as_json=False, **SETTINGS | {"draft_vocab_size": 98})

@@ -31,8 +31,9 @@ def test_what_differs_is_named(tmp_path, other, named):
     claim(tmp_path, MADE_FROM)  # the record is as it was
 
 
-def test_a_folder_of_unknown_origin_is_refused(tmp_path):
-    (tmp_path / "meta.json").write_text('{"target": ')
+@pytest.mark.parametrize("content", ['{"target": ', "[]"])
+def test_a_folder_of_unknown_origin_is_refused(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
     with pytest.raises(ValueError, match="meta.json is damaged"):
         claim(tmp_path, MADE_FROM)
     (tmp_path / "meta.json").rename(tmp_path / "responses.jsonl")

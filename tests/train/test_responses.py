@@ -17,7 +17,8 @@ from specdec.models import LoadedModel, load_target
 from tests.tiny_models import POSITIONS, tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 from train.data import TrainPrompt
-from train.responses import ResponseSettings, fixed_batches, read, respond
+from train.provenance import claim
+from train.responses import ResponseSettings, fixed_batches, made_from, read, respond
 
 GREEDY = ResponseSettings(temperature=0.0, max_new_tokens=6, batch_size=2, seed=0)
 SAMPLED = replace(GREEDY, temperature=1.5)
@@ -210,12 +211,21 @@ def test_responses_made_otherwise_are_refused_by_what_differs(loaded, tmp_path):
     assert (tmp_path / "responses.jsonl").read_bytes() == whole
 
 
-@pytest.mark.parametrize("broken", ["{", "[]", '{"batch": 0}', ""])
+@pytest.mark.parametrize("broken", [b"{", b"[]", b'{"batch": 0}', b"", b"\xff"])
 def test_a_broken_line_is_named(loaded, tmp_path, broken):
     respond(loaded, PROMPTS, GREEDY, tmp_path)
-    lines = (tmp_path / "responses.jsonl").read_text().splitlines()
-    (tmp_path / "responses.jsonl").write_text("\n".join([lines[0], broken, *lines[2:]]) + "\n")
+    lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
+    (tmp_path / "responses.jsonl").write_bytes(b"\n".join([lines[0], broken, *lines[2:]]) + b"\n")
     with pytest.raises(ValueError, match="responses.jsonl, line 2, is not a batch"):
+        respond(loaded, PROMPTS, GREEDY, tmp_path)
+
+
+def test_a_full_disk_is_one_sentence(loaded, tmp_path, monkeypatch):
+    claim(tmp_path, made_from(loaded, PROMPTS, GREEDY))
+    (tmp_path / "responses.jsonl").symlink_to("/dev/full")  # which never ends where it is read
+    monkeypatch.setattr(train.responses, "_drop_cut_line", lambda path: None)
+    monkeypatch.setattr(train.responses, "_finished", lambda folder: {})
+    with pytest.raises(ValueError, match=r"responses.jsonl cannot be written \(No space left on device\).*--resume"):
         respond(loaded, PROMPTS, GREEDY, tmp_path)
 
 
@@ -228,7 +238,9 @@ def test_a_prompt_without_room_for_its_answer_is_refused_before_anything_is_made
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -0.1}, {"max_new_tokens": 0}, {"batch_size": 0}], ids=lambda wrong: next(iter(wrong))
+    "wrong",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"batch_size": 0}],
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_settings_are_validated(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} .*{next(iter(wrong.values()))}"):

@@ -6,19 +6,19 @@ import torch
 from train.batches import Example
 from train.vocabulary import most_frequent
 
-# prompts of 3s, which must not count; responses 5 5 7 7 9 and 9 9 1
-EXAMPLES = [Example("a", [3, 3, 3, 3, 5, 5, 7, 7, 9], 4), Example("b", [3, 9, 9, 1], 1)]
+# prompts 3 3 3 7 and 3, which only break ties; responses 5 5 7 7 9 and 9 9 1
+EXAMPLES = [Example("a", [3, 3, 3, 7, 5, 5, 7, 7, 9], 4), Example("b", [3, 9, 9, 1], 1)]
 
 
 @pytest.mark.parametrize(
     ("size", "always", "ids", "coverage"),
     [
         (1, [], [9], 3 / 8),
-        (2, [], [5, 9], 5 / 8),  # 5 and 7 are equally frequent
+        (2, [], [7, 9], 5 / 8),  # 5 and 7 are equally frequent in the responses, 7 is in a prompt
         (3, [], [5, 7, 9], 7 / 8),
         (4, [], [1, 5, 7, 9], 1.0),
-        (6, [], [0, 1, 2, 5, 7, 9], 1.0),  # then those of count 0, by id
-        (3, [2], [2, 5, 9], 5 / 8),
+        (6, [], [0, 1, 3, 5, 7, 9], 1.0),  # then those of count 0: the prompts' 3, the rest by id
+        (3, [2], [2, 7, 9], 5 / 8),
         (3, [1, 1, 2, 8], [1, 2, 8], 1 / 8),
         (10, [2], list(range(10)), 1.0),
     ],
