@@ -35,6 +35,13 @@ def make_accelerator(settings: TrainSettings) -> Accelerator:
     return accelerator
 
 
+def leave(accelerator: Accelerator) -> None:
+    """Every process's last call of a run. gloo's threads hold a collective's tensors a moment longer than it takes, and
+    a process that exits in that moment is aborted; while it waits for the others here, they let go."""
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
 class LossModule(nn.Module):
     """A recipe's loss as the forward of one module. DDP and FSDP act when the module that they wrap is called, while a
     recipe calls whatever methods of its own module it likes."""

@@ -17,7 +17,7 @@ from train.batches import Batches, Example, show_example
 from train.chains import ChainRecipe, ChainSettings
 from train.finish import finish
 from train.loop import Data, train
-from train.parallel import make_accelerator
+from train.parallel import leave, make_accelerator
 from train.responses import ResponseSettings, read, respond
 from train.settings import claim
 from train.states import CachedStates, ComputedStates, States, cache_states
@@ -58,12 +58,12 @@ def run(
     if outcome.interrupted:
         if accelerator.is_main_process:
             print(f"specdec: interrupted; {settings.out} keeps step {outcome.step}, --resume goes on", file=sys.stderr)
+        leave(accelerator)
         sys.exit(INTERRUPTED)
     if accelerator.is_main_process:
         folder = finish(settings, kind, recipe, loaded, training, held_out, parts["held_out"].states, drafters)
         print(f"specdec: {folder} holds what was trained and its card, README.md", file=sys.stderr)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    leave(accelerator)
 
 
 def examples(

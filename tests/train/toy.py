@@ -23,7 +23,7 @@ from transformers.hf_argparser import HfArg
 
 from train.batches import Batch
 from train.loop import Data, Outcome, train
-from train.parallel import make_accelerator
+from train.parallel import leave, make_accelerator
 from train.settings import TrainSettings, claim, parse
 
 V, D, T, K = 11, 8, 6, 2
@@ -141,7 +141,7 @@ def run(argv: Sequence[str]) -> Outcome:
     outcome = train(recipe, data, held_out, settings, accelerator)
     if accelerator.is_main_process and not outcome.interrupted:
         recipe.save(Path(settings.out) / "head", {})
-    accelerator.end_training()
+    leave(accelerator)
     return outcome
 
 
