@@ -5,6 +5,9 @@ TORCH ?= $(PINNED_TORCH)
 OLDEST := transformers==5.16.0 huggingface_hub==1.33.0
 MARK ?= slow or not slow
 OUT ?= demo-results/$(shell date +%Y-%m-%d-%H%M%S)
+DRAFTERS ?= ngram medusa:nodes=12,length=12 mtp:length=3 draft_model:layers=20
+DTYPES ?= float32 bfloat16
+TEMPERATURES ?= 0 0.8
 # The plain `pip` of a fresh environment is enough; nothing else has to be installed before.
 PIP_FLAGS := --disable-pip-version-check --quiet
 
@@ -14,7 +17,7 @@ READY := .venv/ready-$(firstword $(TORCH))
 OLDEST_READY := .venv-oldest/ready-$(firstword $(TORCH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-vllm lint clean
+.PHONY: help venv demo report test test-slow test-oldest test-vllm lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -24,6 +27,18 @@ venv: $(READY) ## the environment in .venv alone
 demo: $(READY) ## the main job: n-gram drafting on a 135M model at batch sizes 1, 4 and 8
 	.venv/bin/specdec eval --target demo --drafter ngram --batch-sizes 1,4,8 --limit 8 --max-new-tokens 64 \
 		--out "$(OUT)"
+
+# A fidelity run that finds the output not to be the target's ends with status 1, which is a result and no failure.
+report: $(READY) ## speed, acceptance and fidelity of DRAFTERS in DTYPES at TEMPERATURES, batch 1 and 8; OUT=DIR goes on there
+	.venv/bin/specdec eval --target demo $(DRAFTERS:%=--drafter %) --dtype $$(echo $(DTYPES) | tr ' ' ,) \
+		--temperature $$(echo $(TEMPERATURES) | tr ' ' ,) --batch-sizes 1,8 --limit 8 --max-new-tokens 32 --trace 2 \
+		--out "$(OUT)" --resume
+	for drafter in $(DRAFTERS); do for dtype in $(DTYPES); do for temperature in $(TEMPERATURES); do \
+		.venv/bin/specdec fidelity --target demo --drafter $$drafter --dtype $$dtype --temperature $$temperature \
+			--limit 8 --max-new-tokens 32 --resume --out "$(OUT)/$$(echo $$drafter-$$dtype-$$temperature | tr ':=,' '-')" \
+			|| test $$? -eq 1 || exit 1; \
+	done; done; done
+	.venv/bin/specdec report "$(OUT)"
 
 test: $(READY) ## the fast tests
 	.venv/bin/pytest --numprocesses auto
