@@ -101,7 +101,7 @@ def depth_weights(decay: float, depths: int, device: torch.device | str = "cpu")
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)  # p = 0 adds 0, not 0 * -inf
+    return -(torch.special.entr(p).sum(-1) + torch.linalg.vecdot(p, log_q))  # cross-entropy minus entropy; p = 0 adds 0
 
 
 def _cross_entropy(draft_logits: Tensor, tokens: Tensor, draft_ids: Tensor | None) -> Tensor:
