@@ -73,10 +73,15 @@ def predict(
     model: Annotated[
         str | None, typer.Option(help="Folder, config.json or Hub id to plan for; else the model of --costs.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights of --model and --draft-model.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights of --model and --draft-model; else as --costs measured, or bfloat16."),
+    ] = None,
     acceptance: Annotated[
         str | None,
-        typer.Option(help="By depth, given that it is reached: 0.8,0.7,0.6; or an eval folder; else that of --costs."),
+        typer.Option(
+            help="By depth, given that it is reached: 0.8,0.7,0.6; an eval folder, of chains; else as in --costs."
+        ),
     ] = None,
     drafter: Annotated[str | None, typer.Option(help="Which one of --costs and of the eval folder.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Which rows of the eval folder.")] = None,

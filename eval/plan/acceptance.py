@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.theory import expected_length
+from specdec.disk import reading
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Acceptance:
                 f"give as many of both, and at least one"
             )
         expected_length(self.accepted)  # checks that they are probabilities
+        if not all(0 <= share <= 1 for share in self.drafted):
+            raise ValueError(f"the shares of steps that draft each depth are {self.drafted}: each is between 0 and 1")
 
     @staticmethod
     def given(accepted: Sequence[float]) -> Acceptance:
@@ -73,21 +76,28 @@ def of_folder(folder: Path, method: str | None, temperature: float | None) -> Ac
     path = folder / "summary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no summary.json: give a folder that `specdec eval` wrote")
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["drafter"] is not None and row["error"] is None]
+    with reading(f"{path} is not the summary of an evaluation"):
+        rows = [
+            {key: row[key] for key in ("method", "temperature", "acceptance_by_position", "mean_accepted_length")}
+            for row in json.loads(path.read_text())["rows"]
+            if row["drafter"] is not None and row["error"] is None
+        ]
     row = _chosen(_chosen(rows, "method", method, folder), "temperature", temperature, folder)[0]
-    return of_positions(row["acceptance_by_position"], row["drafted_per_step"])
+    return of_positions(row["acceptance_by_position"], row["mean_accepted_length"])
 
 
-def of_positions(positions: Sequence[Mapping[str, Any]], drafted_per_step: float) -> Acceptance:
+def of_positions(positions: Sequence[Mapping[str, Any]], mean_accepted_length: float) -> Acceptance:
     """From `eval.acceptance.by_position`, with noise-free acceptance where the rule has one.
 
-    positions: per depth, the steps that `drafted` it, its acceptance among those that reached it (`conditional`,
-        `noise_free`) and among all of these (`unconditional`).
+    positions: per depth that a step reached, the steps that `drafted` it, its acceptance among those that reached it
+        (`conditional`, `noise_free`) and among all of these (`unconditional`).
+    mean_accepted_length: AL, which tells how many steps there were: accepted tokens / (AL - 1).
     Worked example, steps as in `Acceptance.of_steps`: two of three drafted both positions, one accepted both.
-    conditional is 1/2 and 1, unconditional 1/2 and 1/2, drafted_per_step 4/3; accepted is (2/3 * 1/2, 1 * 1)."""
+    conditional is 1/2 and 1, unconditional 1/2 and 1/2, AL 5/3; accepted is (2/3 * 1/2, 1 * 1)."""
     if not positions:
         raise ValueError("no step drafted a token, so there is no acceptance to plan with: give another drafter")
-    steps = sum(position["drafted"] for position in positions) / drafted_per_step
+    in_all = sum(position["drafted"] * position["unconditional"] for position in positions)
+    steps = round(in_all / (mean_accepted_length - 1)) if in_all else positions[0]["drafted"]
     accepted, before = [], steps
     for position in positions:
         count = position["drafted"] * position["unconditional"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def measure(
     loaded, texts = work.load()
     built = {spec.text: (build_drafter(spec, loaded), lengths[spec.text]) for spec in specs}
     costs = work.measured(loaded, texts, built, batch_sizes, contexts)
-    costs.write(out / "costs.json")
+    with writing(out):
+        costs.write(out / "costs.json")
     print(json.dumps(asdict(costs), indent=2) if as_json else show.fitted_line(costs))
 
 
@@ -57,16 +59,24 @@ def predict(*, out: Path, batch_sizes: Sequence[int], contexts: Sequence[int], a
     planner, shape, described = planner_of(**given)
     make_folder(out)
     rows = table(planner, shape, batch_sizes, contexts)
-    stops = {context: planner.stops_paying(context) for context in contexts}
-    found = {"plan": described, "acceptance": asdict(planner.acceptance), "rows": rows, "stops_paying": stops}
-    write_json(found, out / "prediction.json", as_json)
-    plots.plot_prediction(rows, described, out / "prediction.png")
+    paying = {context: planner.paying(context) for context in contexts}
+    found = {
+        "plan": described,
+        "acceptance": asdict(planner.acceptance),
+        "rows": rows,
+        "paying": paying,
+        "stops_paying": {context: show.stops_paying(runs) for context, runs in paying.items()},
+    }
+    with writing(out):
+        write_json(found, out / "prediction.json")
+        plots.plot_prediction(rows, described, out / "prediction.png")
     if as_json:
+        print_json(found)
         return
     print(described)
     print_table(show.as_table(rows, show.PREDICTION, "context"))
-    for context, stop in stops.items():
-        print(show.verdict(context, stop))
+    for context, runs in paying.items():
+        print(show.verdict(context, runs))
 
 
 def check(
@@ -88,11 +98,14 @@ def check(
     make_folder(out)
     loaded, texts = work.load()
     costs, rows = checked(work, loaded, texts, spec.text, build_drafter(spec, loaded), batch_sizes, draft_lengths)
-    costs.write(out / "costs.json")
     found = {"environment": costs.environment, "tolerance": TOLERANCE, "rows": rows}
-    write_json(found, out / "check.json", as_json)
-    plots.plot_check(rows, TOLERANCE, out / "check.png")
-    if not as_json:
+    with writing(out):
+        costs.write(out / "costs.json")
+        write_json(found, out / "check.json")
+        plots.plot_check(rows, TOLERANCE, out / "check.png")
+    if as_json:
+        print_json(found)
+    else:
         print_table(show.as_table(rows, show.CHECK, "batch_size"))
         print(f"largest error {max(abs(row['error']) for row in rows):.0%}; at most {TOLERANCE:.0%} is asked for")
     if not within(rows):
@@ -126,27 +139,37 @@ def split_phases(
     make_folder(out)
     limits = {"plain": rates.balanced, "speculative": rates.with_speculation(decode_speedup).balanced}
     found = {"rates": asdict(rates), "decode_speedup": decode_speedup, "limit_per_device": limits, "rows": rows}
-    write_json(found, out / "split.json", as_json)
-    plots.plot_split(rows, limits, out / "split.png")
-    if not as_json:
+    with writing(out):
+        write_json(found, out / "split.json")
+        plots.plot_split(rows, limits, out / "split.png")
+    if as_json:
+        print_json(found)
+    else:
         print_table(show.as_table(rows, show.SPLIT, "devices"))
         print(show.limits_line(limits, decode_speedup))
 
 
 def make_folder(out: Path) -> None:
     """Make `out` ready to be written to. Raises ValueError where it cannot be."""
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Goes around what writes to the folder. Raises ValueError where the system refuses it."""
+    try:
+        yield
     except OSError as error:
-        raise ValueError(f"{out} cannot be made a folder ({error.strerror}): give another --out") from None
+        raise ValueError(f"{out} cannot be written to ({error.strerror}): make room or give another --out") from None
 
 
-def write_json(found: dict[str, Any], path: Path, as_json: bool) -> None:
-    """To the file, and with `as_json` to standard output."""
-    text = json.dumps(found, indent=2)
-    path.write_text(text + "\n")
-    if as_json:
-        print(text)
+def write_json(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(found, indent=2))
 
 
 def print_table(shown: Table) -> None:

@@ -36,6 +36,10 @@ class Costs:
     rest: LinearCost
     drafters: Mapping[str, MeasuredDrafter]
 
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError("step costs hold no measured forward: measure or give at least one")
+
     def fitted(self) -> Device:
         """The device as the measured forwards show it."""
         return fit(self.points, self.shape, self.device)
@@ -66,11 +70,11 @@ class Costs:
     def read(path: Path) -> Costs:
         """Raises FileNotFoundError, or ValueError that says what is wrong, for a file that does not hold step costs."""
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: write it with `specdec plan measure`")
+            raise FileNotFoundError(f"{path} is not a file: write step costs with `specdec plan measure`")
         try:
             found = json.loads(path.read_text())
             return Costs(
-                environment=found["environment"],
+                environment=dict(found["environment"]),
                 shape=_shape(found["shape"]),
                 device=Device(**found["device"]),
                 points=tuple(Point(**point) for point in found["points"]),
@@ -79,7 +83,7 @@ class Costs:
             )
         except KeyError as error:
             raise ValueError(f"{path} has no {error}: write it with `specdec plan measure`") from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} does not hold step costs ({error}): write it with `specdec plan measure`"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ class Curve:
     """A `ForwardCost` from a full grid of measured forwards and a model of them.
 
     It is the model times a correction: at a measured point the measured time over the model's, between points linear in
-    the logarithms of rows, width and context, and beyond the grid that of its nearest edge.
+    the logarithms of 1 + rows, 1 + width and 1 + context, and beyond the grid that of its nearest edge.
 
     Raises ValueError where the points are not a full grid, naming the first one that is missing or given twice."""
 
@@ -43,7 +44,7 @@ class Curve:
             self._ratio = RegularGridInterpolator(logs, ratios.squeeze())
 
     def __call__(self, rows: float, width: float, context: float) -> float:
-        return self.model(rows, width, context) * np.exp(self._log_ratio((rows, width, context)))
+        return self.model(rows, width, context) * math.exp(self._log_ratio((rows, width, context)))
 
     @property
     def largest(self) -> tuple[int, int, int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Row = Mapping[str, Any]
 
@@ -22,13 +24,14 @@ def plot_prediction(rows: Sequence[Row], title: str, path: Path) -> None:
         speed.plot(batches, [row["speedup"] for row in found], marker="o", label=f"{context:,} tokens of context")
         length.plot(batches, [row["best_draft_length"] for row in found], drawstyle="steps-post", marker="o")
     speed.axhline(1, color="grey", linewidth=1)
-    speed.set(ylabel="speed-up at the best length", title=title, xscale="log")
+    speed.set(ylabel="speed-up at the best length", title=textwrap.fill(title, 70), xscale="log")
     speed.set_ylim(bottom=0)
     speed.legend()
     length.set(ylabel="best draft length", xlabel="batch size")
     batches = sorted({row["batch_size"] for row in rows})
     length.set_xticks(batches, [str(batch) for batch in batches])
     length.minorticks_off()
+    length.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=150)
 
 
@@ -62,7 +65,8 @@ def plot_split(rows: Sequence[Row], balanced: Mapping[str, float], path: Path) -
         per_device = [row[f"{name}_requests_per_device"] for row in rows]
         axes.plot(devices, per_device, marker="o", color=color, label=f"{name}, best split")
         axes.axhline(limit, color=color, linestyle="--", linewidth=1, label=f"{name}, limit")
-    axes.set(xlabel="devices", ylabel="requests/s per device", xticks=devices)
+    axes.set(xlabel="devices", ylabel="requests/s per device")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path, dpi=150)

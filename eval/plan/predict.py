@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,8 +30,8 @@ class LinearCost:
     per_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.per_step, self.per_row, self.per_token, self.per_depth) < 0:
-            raise ValueError(f"{self} has a negative part: a cost is 0 or more")
+        if not all(0 <= part < math.inf for part in (self.per_step, self.per_row, self.per_token, self.per_depth)):
+            raise ValueError(f"{self} has an impossible part: a cost is 0 or more, and finite")
 
     def __call__(self, rows: float, tokens: float, depth: float = 0) -> float:
         return self.per_step + self.per_row * rows + self.per_token * tokens + self.per_depth * depth
@@ -75,7 +77,7 @@ class CostRatio:
     target: ForwardCost
 
     def __post_init__(self) -> None:
-        if not self.c >= 0:
+        if not 0 <= self.c < math.inf:
             raise ValueError(
                 f"the draft ratio is {self.c}: give the drafter's time per token over the target's, 0 or more"
             )
@@ -120,21 +122,19 @@ class Planner:
         """The fastest draft length; 0 where none is faster than plain decoding."""
         return max(range(self.acceptance.depth + 1), key=lambda length: self.speedup(batch, length, context))
 
-    def stops_paying(self, context: float) -> int | None:
-        """The batch size from which on no draft length is faster than plain decoding; None = not up to LARGEST_BATCH.
+    def paying(self, context: float) -> list[tuple[int, int]]:
+        """All runs (first, last) of batch sizes up to LARGEST_BATCH at which some draft length beats plain decoding.
 
-        Doubling batch sizes are tried, and the last change of mind is narrowed down between two of them."""
-        sizes = [2**k for k in range(LARGEST_BATCH.bit_length())]
-        paying = [size for size in sizes if self.best_length(size, context)]
-        if not paying:
-            return 1
-        low, high = paying[-1], 2 * paying[-1]
-        if low == LARGEST_BATCH:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.best_length(middle, context) else (low, middle)
-        return high
+        For a dense model the first begins at 1; a model with experts may begin to pay later, once plain decoding wakes
+        most of them too."""
+        runs = itertools.groupby(
+            range(1, LARGEST_BATCH + 1),
+            key=lambda batch: any(
+                self.speedup(batch, length, context) > 1 for length in range(1, self.acceptance.depth + 1)
+            ),
+        )
+        groups = [list(batches) for pays, batches in runs if pays]
+        return [(batches[0], batches[-1]) for batches in groups]
 
 
 def table(

@@ -6,6 +6,7 @@ arithmetic, whichever is longer. Here it is applied to a step's linear layers an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,12 +40,12 @@ class Device:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.compute > 0):
+        if not (0 < self.bandwidth < math.inf and 0 < self.compute < math.inf):
             raise ValueError(
                 f"the device has a bandwidth of {self.bandwidth:g} bytes/s and a compute of {self.compute:g} FLOP/s: "
-                f"both must be positive"
+                f"both must be positive and finite"
             )
-        if self.layer_overhead < 0 or not 0 <= self.overlap <= 1:
+        if not 0 <= self.layer_overhead < math.inf or not 0 <= self.overlap <= 1:
             raise ValueError(
                 f"the overhead per layer is {self.layer_overhead} s and the overlap {self.overlap}: the first may not "
                 f"be negative, the second is between 0 and 1"
@@ -83,7 +84,7 @@ class Point:
     seconds: float
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.width) < 1 or self.context < 0 or not 0 < self.seconds < float("inf"):
+        if min(self.rows, self.width) < 1 or self.context < 0 or not 0 < self.seconds < math.inf:
             raise ValueError(f"{self} is not a measured forward: rows, width and seconds are positive, and finite")
 
 

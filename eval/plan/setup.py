@@ -23,7 +23,7 @@ def planner_of(
     bandwidth: float | None,
     compute: float | None,
     model: str | None,
-    dtype: str,
+    dtype: str | None,
     acceptance: str | None,
     drafter: str | None,
     temperature: float | None,
@@ -34,7 +34,8 @@ def planner_of(
 
     costs:      costs.json of a measured device; without it the device is given by `bandwidth` (bytes/s) and `compute`
                 (FLOP/s).
-    model:      configuration of the model to plan for, in `dtype`; without it the one that `costs` measured.
+    model:      configuration of the model to plan for; without it the one that `costs` measured.
+    dtype:      of what is not measured; without it that of `costs`, whose FLOP/s hold for it, or bfloat16.
     acceptance: per-depth conditional probabilities separated by commas, or a folder that `specdec eval` wrote; without
                 it what `costs` counted for `drafter`.
     drafter, temperature: which drafter of `costs`, and which rows of the folder.
@@ -48,8 +49,9 @@ def planner_of(
         raise ValueError("there is no model to plan for: give --model with --bandwidth and --compute, or --costs")
     if draft_ratio is not None and draft_model is not None:
         raise ValueError("--draft-ratio and --draft-model are both given: the drafter has one cost, give one of them")
-    weights = resolve_dtype(dtype, torch.device("cpu"))
     measured = Costs.read(costs) if costs else None
+    known = measured.environment.get("dtype", "bfloat16") if measured else "bfloat16"
+    weights = resolve_dtype(dtype or known, torch.device("cpu"))
     device = measured.fitted() if measured else Device(bandwidth, compute)
     shape = planned_shape(model, weights) if model else measured.shape
     forward = Roofline(shape, device) if model else measured.curve()
@@ -84,14 +86,16 @@ def _draft_cost(
 def _acceptance(
     measured: Costs | None, drafter: str | None, given: str | None, temperature: float | None
 ) -> Acceptance:
+    if given and Path(given).is_dir():
+        return of_folder(Path(given), drafter, temperature)
+    if temperature is not None:
+        raise ValueError("--temperature chooses among the rows of an evaluation: give its folder as --acceptance")
     if given is None:
         if measured is None:
             raise ValueError(
                 "nothing says what is accepted: give --acceptance with probabilities or an evaluation's folder"
             )
         return measured.drafter(drafter).acceptance
-    if Path(given).is_dir():
-        return of_folder(Path(given), drafter, temperature)
     try:
         probabilities = [float(part) for part in given.split(",")]
     except ValueError:

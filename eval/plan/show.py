@@ -62,13 +62,22 @@ def as_table(rows: Sequence[Row], columns: Columns, section: str) -> Table:
     return shown
 
 
-def verdict(context: int, stops_paying: int | None) -> str:
-    """From which batch size on speculation is not worth it."""
-    if stops_paying is None:
-        return f"with {context} tokens of context speculation pays at every batch size up to {LARGEST_BATCH}"
-    if stops_paying == 1:
-        return f"with {context} tokens of context speculation does not pay at any batch size"
-    return f"with {context} tokens of context speculation stops paying at batch {stops_paying}"
+def stops_paying(paying: Sequence[tuple[int, int]]) -> int | None:
+    """From which batch size on speculation does not pay, given `Planner.paying`; None = not up to LARGEST_BATCH."""
+    last = paying[-1][1] if paying else 0
+    return None if last == LARGEST_BATCH else last + 1
+
+
+def verdict(context: int, paying: Sequence[tuple[int, int]]) -> str:
+    """At which batch sizes speculation is worth it, given `Planner.paying`."""
+    said = f"with {context} tokens of context speculation"
+    if not paying:
+        return f"{said} does not pay at any batch size up to {LARGEST_BATCH}"
+    if len(paying) > 1 or paying[0][0] > 1:
+        sizes = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in paying)
+        return f"{said} pays at batch {sizes} alone, of sizes up to {LARGEST_BATCH}"
+    stop = stops_paying(paying)
+    return f"{said} stops paying at batch {stop}" if stop else f"{said} pays at every batch size up to {LARGEST_BATCH}"
 
 
 def fitted_line(costs: Costs) -> str:

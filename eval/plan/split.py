@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,9 +14,10 @@ class Rates:
     decode: float
 
     def __post_init__(self) -> None:
-        if not (self.prefill > 0 and self.decode > 0):
+        if not (0 < self.prefill < math.inf and 0 < self.decode < math.inf):
             raise ValueError(
-                f"a device prefills {self.prefill:g} and decodes {self.decode:g} requests/s: both must be positive"
+                f"a device prefills {self.prefill:g} and decodes {self.decode:g} requests/s: both must be positive and "
+                f"finite"
             )
 
     def with_speculation(self, speedup: float) -> Rates:
@@ -60,7 +62,7 @@ class Split:
     def waiting(self) -> str:
         """The phase whose devices idle part of the time, or "neither"."""
         prefill, decode = self.prefill * self.rates.prefill, self.decode * self.rates.decode
-        return "neither" if prefill == decode else "prefill" if prefill > decode else "decode"
+        return "neither" if math.isclose(prefill, decode) else "prefill" if prefill > decode else "decode"
 
 
 def best_split(rates: Rates, devices: int) -> Split:
@@ -68,7 +70,7 @@ def best_split(rates: Rates, devices: int) -> Split:
 
     Requests rise with prefill devices until decode sets the pace, so the best is one of the two whole numbers around
     devices x decode / (prefill + decode). devices: at least 2."""
-    balanced = int(devices * rates.decode / (rates.prefill + rates.decode))
+    balanced = int(devices / (1 + rates.prefill / rates.decode))
     around = {min(max(prefill, 1), devices - 1) for prefill in (balanced, balanced + 1)}
     return max((Split(prefill, devices - prefill, rates) for prefill in sorted(around)), key=lambda s: s.requests)
 

@@ -74,7 +74,8 @@ def steady(
 ) -> Steady:
     """Greedy decoding of all `prompts` (token ids) in one batch: `steps` steps after its prefill and a short warm-up.
 
-    Stop tokens are ordinary tokens here. Raises ValueError where a prompt leaves no room for the steps."""
+    Stop tokens are ordinary tokens here. Raises ValueError where a prompt leaves no room for the steps, and for trees.
+    """
     batch = _batch(model, drafter, draft_length, prompts, steps)
     try:
         with torch.no_grad():
@@ -128,9 +129,11 @@ class _PhasedTarget(Target):
 
 
 class _PhasedBatch(Batch):
-    """Waits for the device after drafting, likewise."""
+    """Waits for the device after drafting, likewise, and refuses trees: their depths say nothing about their cost."""
 
     def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
         proposed = super().propose(scored, draws)
         synchronize(self.target.device)
+        if proposed[0].parents is not None:
+            raise ValueError(f"drafter {self.drafter.name!r} drafts trees: give one that drafts chains to plan with")
         return proposed

@@ -9,7 +9,7 @@ NO_ATTENTION = (AttentionLayers(count=10, kv_elements=0, flops=0, window=None),)
 
 def dense(attention=NO_ATTENTION) -> ModelShape:
     """1e9 weights of 2 bytes in 10 layers, vocabulary 1,000."""
-    return ModelShape("dense", 10, 10**9, 0, 1, 1, attention, 1000, 2)
+    return ModelShape("dense", 10, 10**9, 0, 1, 1, attention, 10**9, 1000, 2)
 
 
 def summary_row(method: str, temperature: float, steps=((2, 2), (2, 0), (0, 0)), accept_prob=None) -> dict:

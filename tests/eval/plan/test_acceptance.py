@@ -65,6 +65,30 @@ def test_a_folder_says_what_its_steps_do(tmp_path, limit):
     assert found.accepted == pytest.approx(counted.accepted) and found.drafted == pytest.approx(counted.drafted)
 
 
+@pytest.mark.parametrize(
+    ("steps", "accepted", "drafted"),
+    [
+        ([(4, 1), (4, 0)], (1 / 2, 0), (1, 1)),
+        ([(0, 0), (0, 0), (4, 1), (4, 0)], (1 / 4, 0), (1 / 2, 1 / 2)),
+        ([(4, 0), (4, 0)], (0,), (1,)),
+    ],
+)
+def test_depths_that_no_step_reached_do_not_change_the_number_of_steps(tmp_path, steps, accepted, drafted):
+    """A summary leaves them out, though they count among the drafted tokens."""
+    write_summary(tmp_path, summary_row("ngram", 0.0, steps))
+    found = of_folder(tmp_path, None, None)
+    assert found.accepted == pytest.approx(accepted) and found.drafted == pytest.approx(drafted)
+    assert found.length(4) == pytest.approx(1 + sum(a for _, a in steps) / len(steps))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"rows": 5}', '{"rows": [{}]}', "\x89"])
+def test_a_damaged_summary_is_one_line(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="not the summary of an evaluation") as error:
+        of_folder(tmp_path, None, None)
+    assert "\n" not in str(error.value)
+
+
 def test_noise_free_acceptance_is_preferred(tmp_path):
     """Of two steps that drafted one token the first was accepted, by luck: its probabilities were 0.9 and 0.3."""
     write_summary(tmp_path, summary_row("m", 0.8, [(1, 1), (1, 0)], accept_prob=[[0.9], [0.3]]))
@@ -97,6 +121,7 @@ def test_a_row_that_is_not_clear_is_asked_for(tmp_path):
         (lambda: Acceptance.given([]), "at least one"),
         (lambda: Acceptance.given([0.5, 1.5]), "an acceptance is 1.5"),
         (lambda: Acceptance((0.5,), (1.0, 1.0)), "as many of both"),
+        (lambda: Acceptance((0.5,), (float("nan"),)), "between 0 and 1"),
         (lambda: Acceptance.of_steps([(0, 0)]), "no step drafted"),
     ],
 )

@@ -122,12 +122,19 @@ GIVEN = ("--bandwidth", "1000", "--compute", "100")
     [
         (("predict",), "give either --costs, or both"),
         (("predict", "--bandwidth", "1000"), "give either --costs, or both"),
-        (("predict", "--costs", "nowhere.json"), "nowhere.json does not exist"),
+        (("predict", "--costs", "nowhere.json"), "nowhere.json is not a file"),
+        (("predict", "--bandwidth", "inf", "--compute", "1", "--model", "LARGER"), "bandwidth of inf"),
         (("predict", *GIVEN), "no model to plan for"),
         (("predict", *GIVEN, "--model", "LARGER"), "what drafting costs"),
         (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "0.1"), "what is accepted"),
         (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "0.1", "--acceptance", "x"), "--acceptance is 'x'"),
         (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "0.1", "--acceptance", "2"), "an acceptance is 2.0"),
+        (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "0.1", "--acceptance", ""), "--acceptance is ''"),
+        (
+            ("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "0.1", "--temperature", "1"),
+            "--temperature chooses",
+        ),
+        (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "inf"), "draft ratio is inf"),
         (("predict", *GIVEN, "--model", "LARGER", "--draft-ratio", "1", "--draft-model", "x"), "both given"),
         (("predict", *GIVEN, "--model", "./nothing", "--draft-ratio", "1"), "no configuration"),
         (("predict", *GIVEN, "--model", "LARGER", "--dtype", "int3"), "unknown dtype"),
@@ -140,6 +147,7 @@ GIVEN = ("--bandwidth", "1000", "--compute", "100")
         (("check", "--batch-sizes", "3"), "do not fill batches of 3"),
         (("check", "--draft-lengths", "0"), "draft lengths are [0]"),
         (("split", "--prefill-rate", "0", "--decode-rate", "1"), "prefills 0"),
+        (("split", "--prefill-rate", "1", "--decode-rate", "inf"), "decodes inf"),
         (("split", "--prefill-rate", "1", "--decode-rate", "1", "--devices", "1"), "cannot be split"),
         (("split", "--prefill-rate", "1", "--decode-rate", "1", "--decode-speedup", "0"), "speed-up is 0"),
     ],
@@ -160,10 +168,32 @@ def test_damaged_costs_are_named(plan, costs):
         json.dumps(found): "must be a full grid",
         json.dumps(found | {"device": {"bandwidth": -1, "compute": 1}}): "bandwidth of -1",
         json.dumps(found | {"shape": {}}): "has no 'attention'",
+        json.dumps(found | {"shape": found["shape"] | {"vocab": 0}}): "no model's shape",
+        json.dumps(found | {"points": []}): "no measured forward",
+        json.dumps(found | {"drafters": []}): "does not hold step costs",
+        "\x89PNG": "does not hold step costs",
     }.items():
-        costs.write_text(text)
+        costs.write_text(text, encoding="latin-1")
         result = plan("predict", "--costs", str(costs))
         assert result.exit_code == 2 and said in result.stderr, (text[:40], result.output)
+
+
+def test_a_full_disk_is_one_sentence(plan, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "split.json").symlink_to("/dev/full")
+    result = plan("split", "--prefill-rate", "1", "--decode-rate", "1")
+    assert result.exit_code == 2 and "cannot be written to (No space left on device)" in result.stderr
+
+
+def test_a_model_is_planned_in_the_dtype_of_the_costs(plan, costs, larger):
+    """FLOP/s were measured in float32."""
+    plans = {
+        dtype: json.loads(
+            plan("predict", "--costs", str(costs), "--model", larger, "--json", "--batch-sizes", "1", *dtype).stdout
+        )["rows"]
+        for dtype in [(), ("--dtype", "float32"), ("--dtype", "bfloat16")]
+    }
+    assert plans[()] == plans["--dtype", "float32"] != plans["--dtype", "bfloat16"]
 
 
 def test_a_drafter_that_was_not_measured_is_named(plan, costs):

@@ -1,6 +1,7 @@
 """What is measured on tiny models: the grid, the device, and the loop's steps against those of `generate`."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,18 @@ def test_the_drafter_is_released_even_where_a_step_fails(model):
     assert released == []  # refused before it was admitted
     steady(model, drafter, 3, PROMPTS, STEPS)
     assert sorted(released) == [0, 1, 2]
+
+
+def test_trees_are_refused(model):
+    """Accepted tokens are counted by depth and costs by node, so that neither says what the other is worth."""
+
+    class Trees(NGramDrafter):
+        def propose(self, rows, budget, draws):
+            draft = super().propose(rows, budget, draws)
+            return replace(draft, parents=torch.full_like(draft.tokens, -1))
+
+    with pytest.raises(ValueError, match="'ngram' drafts trees: give one that drafts chains"):
+        steady(model, Trees(min_n=1), 3, PROMPTS, STEPS)
 
 
 def test_joined_runs_by_hand():

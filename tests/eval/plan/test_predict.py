@@ -15,8 +15,9 @@ from eval.plan.predict import (
     table,
 )
 from eval.plan.roofline import Device, Roofline
-from eval.plan.shape import AttentionLayers
-from tests.eval.plan.shapes import dense
+from eval.plan.shape import AttentionLayers, ModelShape
+from eval.plan.show import stops_paying, verdict
+from tests.eval.plan.shapes import NO_ATTENTION, dense
 
 FREE = LinearCost(0, 0, 0)
 DEVICE = Device(bandwidth=1e12, compute=1e14)  # 2 ms to read `dense()`, 20 us of arithmetic per token
@@ -76,14 +77,33 @@ def test_best_length_and_break_even_are_those_of_a_search(name, context):
         pays.append(max(speeds.values()) > 1)
         if batch in (1, 3, 64, 200, 512):
             assert speeds[found.best_length(batch, context)] == max(speeds.values())
-    last = max((batch for batch, paid in enumerate(pays, 1) if paid), default=0)
-    assert found.stops_paying(context) == (None if last == LARGEST_BATCH else last + 1)
+    runs = found.paying(context)
+    assert [any(first <= batch <= last for first, last in runs) for batch in range(1, 513)] == pays
 
 
-def test_the_search_sees_both_ends():
-    assert planner().stops_paying(0) not in (None, 1)
-    assert PLANNERS["hopeless"].stops_paying(0) == 1
-    assert PLANNERS["always right"].stops_paying(20_000) is None
+def test_where_it_pays_by_hand():
+    """Plain steps take 2 ms up to batch 100. With a token accepted with probability 0.79, 1.79 of them are beaten until
+    two packed tokens a row take as long: 2 x 20 us x B = 1.79 x 2 ms at B = 89.5."""
+    found = planner(accepted=(0.79,)).paying(0)
+    assert found == [(1, 89)] and stops_paying(found) == 90
+    assert verdict(7, found) == "with 7 tokens of context speculation stops paying at batch 90"
+
+
+def test_where_it_pays_at_the_ends():
+    assert PLANNERS["hopeless"].paying(0) == [] and stops_paying([]) == 1
+    assert PLANNERS["always right"].paying(20_000) == [(1, 512)] and stops_paying([(1, 512)]) is None
+    assert "does not pay at any" in verdict(0, []) and "pays at every batch size up to 512" in verdict(0, [(1, 512)])
+
+
+def test_experts_make_speculation_pay_only_from_some_batch_on():
+    """64 experts, one per token: at batch 1 a draft wakes a second one, so that a step takes twice as long; at batch
+    512 plain decoding has woken them all."""
+    experts = ModelShape("experts", 10, 1, 64 * 10**9, 64, 1, NO_ATTENTION, 64 * 10**9 + 1, 1000, 2)
+    found = Planner(Roofline(experts, Device(1e12, 1e18)), FREE, MeasuredCost(FREE), Acceptance.given([0.8]))
+    assert found.speedup(1, 1, 0) == pytest.approx(1.8 / (2 - 1 / 64)) and found.speedup(512, 1, 0) > 1.79
+    ((first, last),) = found.paying(0)
+    assert 1 < first < 64 and last == 512
+    assert verdict(0, found.paying(0)).endswith(f"pays at batch {first} to 512 alone, of sizes up to 512")
 
 
 def test_speedup_falls_with_the_batch_and_the_best_length_with_it():
@@ -130,5 +150,7 @@ def test_table_has_every_context_and_batch():
 def test_negative_costs_are_refused():
     with pytest.raises(ValueError, match="a cost is 0 or more"):
         LinearCost(0, -1e-3, 0)
+    with pytest.raises(ValueError, match="a cost is 0 or more"):
+        LinearCost(0, float("nan"), 0)
     with pytest.raises(ValueError, match="draft ratio is -0.1"):
         CostRatio(-0.1, lambda rows, width, context: 1.0)

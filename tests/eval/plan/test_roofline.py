@@ -100,6 +100,8 @@ class TestCurve:
     [
         (lambda: Device(0, 1e12), "bandwidth of 0"),
         (lambda: Device(1e9, -1), "compute of -1"),
+        (lambda: Device(float("inf"), 1e12), "bandwidth of inf"),
+        (lambda: Device(1e9, 1e12, layer_overhead=float("nan")), "overhead per layer is nan"),
         (lambda: Device(1e9, 1e12, overlap=1.5), "overlap 1.5"),
         (lambda: Device(1e9, 1e12, layer_overhead=-1e-6), "overhead per layer is -1e-06"),
         (lambda: Point(0, 1, 1, 1e-3), "not a measured forward"),

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPTBigCodeConfig
 
 from eval.plan.shape import planned_shape, shape_of
 from tests.tiny_models import FAMILIES, WINDOW, tiny
@@ -46,7 +47,10 @@ def test_llama_by_hand():
     shape = shape_of(tiny("llama"), "llama")
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
     assert shape.matrices == 2 * layer + 97 * 32 and shape.expert_weights == 0
-    assert shape.active_weights == shape.stored_weights == shape.matrices
+    assert shape.active_weights == shape.matrices
+    assert (
+        shape.stored_weights == shape.matrices + 97 * 32 + 5 * 32
+    )  # the embedding, and two norms a layer and one more
     assert shape.weight_bytes(1) == shape.weight_bytes(300) == 8 * shape.matrices
     assert (shape.layers, shape.vocab, shape.itemsize) == (2, 97, 8)
 
@@ -59,7 +63,7 @@ def test_mixtral_wakes_experts_by_the_tokens():
     assert shape.active_weights == shape.matrices + shape.expert_weights / 2
     assert shape.weight_bytes(1) == 8 * shape.active_weights
     assert shape.weight_bytes(3) == 8 * (shape.matrices + shape.expert_weights * 7 / 8)
-    assert shape.weight_bytes(1000) == 8 * shape.stored_weights
+    assert shape.weight_bytes(1000) == 8 * (shape.matrices + shape.expert_weights)
 
 
 def test_windows_bound_what_is_seen():
@@ -81,6 +85,35 @@ def test_a_tied_head_is_counted_once(tmp_path):
     config.tie_word_embeddings = True
     config.save_pretrained(tmp_path)
     assert planned_shape(str(tmp_path), torch.float64).matrices == shape_of(tiny("llama"), "llama").matrices
+
+
+def test_latent_attention_by_hand():
+    """4 heads; scores over a latent of 16 and a rotary part of 4, values are the latent: 2 FLOPs for each."""
+    (layers,) = shape_of(tiny("deepseek_v3"), "deepseek_v3").attention
+    assert (layers.kv_elements, layers.flops) == (16 + 4, 2 * 4 * (16 + 4 + 16))
+
+
+def test_multi_query_attention_caches_one_head():
+    config = GPTBigCodeConfig(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=97, multi_query=True)
+    assert shape_of(AutoModelForCausalLM.from_config(config), "gpt_bigcode").attention[0].kv_elements == 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3_next"}, "layers of kind linear_attention"),
+        ({"model_type": "mamba"}, "num_attention_heads"),
+        ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "how many experts"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "no model's shape"),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "configuration that can be read"),
+        (5, "configuration that can be read"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_one_line(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said) as error:
+        planned_shape(str(tmp_path), torch.bfloat16)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_what_is_no_decoder_is_refused(tmp_path):

@@ -20,6 +20,8 @@ def test_the_seeds_numbers():
 def test_no_split_idles_where_the_rates_divide():
     assert Split(2, 1, Rates(5, 10)).waiting == "neither"
     assert Split(2, 1, Rates(5, 10)).requests_per_device == pytest.approx(Rates(5, 10).balanced)
+    assert Split(3, 1, Rates(5.6, 16.8)).waiting == "neither"  # though 3 x 5.6 is not 16.8 in binary
+    assert Split(3, 1, Rates(5.6, 16.9)).waiting == "decode"
 
 
 def random_cases():
@@ -73,7 +75,9 @@ def test_plan_has_a_row_for_each_number_of_devices():
     ("make", "said"),
     [
         (lambda: Rates(0, 10), "prefills 0 and decodes 10"),
+        (lambda: Rates(float("inf"), 10), "prefills inf"),
         (lambda: SEED.with_speculation(-1), "speed-up is -1"),
+        (lambda: SEED.with_speculation(float("inf")), "decodes inf"),
         (lambda: plan(SEED, 1, 1), "1 device"),
     ],
 )
