@@ -127,9 +127,11 @@ class Evaluation:
     def _start(self, config: dict[str, Any], loaded: LoadedModel, drafted: Sequence[Speculation]) -> None:
         """The first process readies the folder and the turns' answers; then all hold the same prompts and results."""
         if self.processes.is_first:
-            if not self.folder.start(config):
-                (self.folder.path / ANSWERS).unlink(missing_ok=True)  # of a run that never came to a result
             about = described(loaded, {one.text: one.drafter for one in drafted})
+            if self.folder.start(config):
+                check_weights(self.folder, about)
+            else:
+                (self.folder.path / ANSWERS).unlink(missing_ok=True)  # of a run that never came to a result
             self.folder.write_json("environment.json", about | {"processes": self.processes.count})
             if later := sum(len(source.later_turns) for source in self.sources):
                 print(f"answering {later} earlier turn(s), once for every method", file=sys.stderr)
@@ -193,6 +195,18 @@ def check_prompts(prompts: Sequence[EncodedPrompt], max_new_tokens: int, model: 
     if repeated := [id for id, count in ids.items() if count > 1]:
         raise ValueError(f"two prompts have the id {repeated[0]!r}: give each its own")
     check_room(model, prompts, max_new_tokens)
+
+
+def check_weights(folder: Folder, about: dict[str, Any]) -> None:
+    """Refuse to go on with other weights than those that the folder's results come from.
+
+    about: `eval.environment.described` of what is loaded. Raises ValueError that names whose weights changed."""
+    before = folder.read_json("environment.json", {})
+    for key in about:
+        if key.startswith("weights") and before.get(key, about[key]) != about[key]:
+            raise ValueError(
+                f"{folder.path} holds a run with other {key} ({before[key]}, now {about[key]}): give another --out"
+            )
 
 
 def _requests(jobs: Sequence[Job]) -> int:

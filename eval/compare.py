@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.cells import MAIN, NONE, Column, conditions, method
-from eval.sections import Section
+from eval.sections import Section, warnings
 
 Row = dict[str, Any]
 SHOWN = ("accepted length", "tokens/s", "vs plain", "same as plain")
@@ -21,6 +21,7 @@ def comparison(summaries: Mapping[str, dict[str, Any]], configs: Mapping[str, di
     environments = {name: summary["environment"] for name, summary in summaries.items()}
     return [
         Section("Runs", items=[f"{letter}: {name}" for name, letter in letters.items()]),
+        *_warnings(summaries, letters),
         Section("Side by side", *_side_by_side(summaries, letters)),
         _differing("Settings that differ", configs, letters),
         _differing("Environments that differ", environments, letters),
@@ -29,6 +30,12 @@ def comparison(summaries: Mapping[str, dict[str, Any]], configs: Mapping[str, di
             items=[f"{letters[name]}: {found['verdict']}" for name in names for found in summaries[name]["fidelity"]],
         ),
     ]
+
+
+def _warnings(summaries: Mapping[str, dict[str, Any]], letters: Mapping[str, str]) -> list[Section]:
+    """What must be read before any number, if there is something."""
+    items = [f"{letters[name]}: {warning}" for name, summary in summaries.items() for warning in warnings(summary)]
+    return [Section("Warnings", items=items)] if items else []
 
 
 def _side_by_side(
@@ -40,11 +47,13 @@ def _side_by_side(
     fixed: dict[str, Column] = {"method": method, "batch": MAIN["batch"], **conditions(every)}
     header = [*fixed, *(f"{column} {letter}" for column in SHOWN for letter in letters.values())]
     lines = []
-    for key, row in {_key(row): row for row in every}.items():
+    sound_last = sorted(every, key=lambda row: row["error"] is None)  # FAILED is said of what failed in all runs
+    rows = {_key(row): None for row in every} | {_key(row): row for row in sound_last}
+    for key, row in rows.items():
         found = [by_key[name].get(key) for name in letters]
         shown = [NONE if one is None else MAIN[column](one) for column in SHOWN for one in found]
         lines.append([*(cell(row) for cell in fixed.values()), *shown])
-    return "A run without such a row has - there.", header, lines
+    return "A run without such a row, or in which it failed, has - there.", header, lines
 
 
 def _differing(title: str, values: Mapping[str, Mapping[str, Any]], letters: Mapping[str, str]) -> Section:

@@ -3,13 +3,12 @@
 A later turn follows the model's own answer to the earlier ones. If every method went on from its own answers, methods
 would be timed on different prompts as soon as one output differs. So the answers are made once, before anything is
 timed: by plain greedy decoding, in the grid's first dtype, with the run's number of new tokens. Every method, at every
-temperature, batch size and dtype, then gets the same tokens. They are kept in `answers.jsonl`, for --resume.
+temperature, batch size and dtype, then gets the same tokens. They are kept in `answers.json`, for --resume.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import specdec
@@ -20,7 +19,7 @@ from eval.settings import Settings
 from specdec.models import LoadedModel
 from specdec.prompts import Prompt, encode
 
-ANSWERS = "answers.jsonl"
+ANSWERS = "answers.json"
 
 
 def first_turns(prompts: Sequence[Prompt], loaded: LoadedModel, raw: bool) -> list[EncodedPrompt]:
@@ -38,16 +37,16 @@ def all_turns(
     """First turns, then second ones, and so on; the second of chat `a` has the id `a, turn 2`.
 
     Answers that the folder does not hold yet are made and written to it."""
-    known = _known(folder)
+    known = {(row["id"], row["turn"]): row["answer"] for row in folder.read_json(ANSWERS, [])}
     found, chats, turn = first_turns(prompts, loaded, settings.raw), list(prompts), 1
     encoded = found
     while any(chat.later_turns for chat in chats):
         longer = [place for place, chat in enumerate(chats) if chat.later_turns]
         missing = [encoded[place] for place in longer if (chats[place].id, turn) not in known]
-        for id, answer in _answers(missing, loaded, settings):
-            known[id, turn] = answer
-            with (folder.path / ANSWERS).open("a") as file:
-                file.write(json.dumps({"id": id, "turn": turn, "answer": answer}) + "\n")
+        for answers in _answers(missing, loaded, settings):
+            known |= {(id, turn): answer for id, answer in answers.items()}
+            rows = [{"id": id, "turn": after, "answer": answer} for (id, after), answer in known.items()]
+            folder.write_json(ANSWERS, rows)
         chats = [_answered(chats[place], known[chats[place].id, turn]) for place in longer]
         turn += 1
         encoded = [
@@ -60,13 +59,14 @@ def all_turns(
     return found
 
 
-def _answers(prompts: Sequence[EncodedPrompt], loaded: LoadedModel, settings: Settings):
-    """Chat id and answer, as text, of each prompt, batch by batch."""
+def _answers(prompts: Sequence[EncodedPrompt], loaded: LoadedModel, settings: Settings) -> Iterator[dict[str, str]]:
+    """The answers, as text, by chat id, batch by batch."""
     request = Request.of(loaded.model, {"do_sample": False}, settings.seed)
     plain = engine_method("plain", loaded.model, request, None, 0, "auto", specdec.generate)
     for batch in batches(prompts, max(settings.batch_sizes)):
-        for prompt, tokens in zip(batch, plain.generate(batch, settings.max_new_tokens).tokens, strict=True):
-            yield prompt.conversation or prompt.id, loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        outputs = plain.generate(batch, settings.max_new_tokens).tokens
+        texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in outputs]
+        yield {prompt.conversation or prompt.id: text for prompt, text in zip(batch, texts, strict=True)}
 
 
 def _answered(chat: Prompt, answer: str) -> Prompt:
@@ -74,11 +74,3 @@ def _answered(chat: Prompt, answer: str) -> Prompt:
     turn, *later = chat.later_turns
     messages = (*chat.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": turn})
     return replace(chat, messages=messages, later_turns=tuple(later))
-
-
-def _known(folder: Folder) -> dict[tuple[str, int], str]:
-    """The folder's answers by chat and turn; a last line that a kill cut short is left out."""
-    path = folder.path / ANSWERS
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {(row["id"], row["turn"]): row["answer"] for row in rows}

@@ -64,12 +64,16 @@ class Folder:
         """Make the folder ready and return what it holds of finished jobs. For one process of several."""
         if self._holds_results():
             return self.merge()
+        self.make()
+        self.write_json("config.json", config)
+        return []
+
+    def make(self) -> None:
+        """Raises ValueError where `path` is no folder and cannot become one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{self.path} cannot be made a folder ({error.strerror}): give another --out") from None
-        self.write_json("config.json", config)
-        return []
 
     def append(self, results: Sequence[Result]) -> None:
         """Add what one job gave at once, so that a kill leaves whole jobs but for the last one's tail."""
@@ -83,18 +87,18 @@ class Folder:
     def merge(self) -> list[Result]:
         """What `read` gives, which `results.jsonl` alone holds from now on: what a kill left of a job is dropped."""
         finished = self.read()
-        kept = self.results.with_suffix(".kept")
-        with writing(kept):
-            kept.write_text(_lines(finished))
-        kept.replace(self.results)  # at once: a kill here loses nothing, and what it leaves twice is read once
+        self.write_text(self.results.name, _lines(finished))  # a kill after it leaves lines twice, which are read once
         for file in self._files():
             if file != self.results:
                 file.unlink()
         return finished
 
     def write_text(self, name: str, text: str) -> None:
+        """Write a file at once: a kill or a full disk leaves the one that was there before, or none."""
+        part = self.path / f"{name}.part"
         with writing(self.path / name):
-            (self.path / name).write_text(text)
+            part.write_text(text, encoding="utf-8")
+            part.replace(self.path / name)
 
     def write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n")
@@ -131,7 +135,8 @@ class Folder:
                 yield self._result_of(json.loads(line))
             except (ValueError, TypeError):  # not UTF-8 or not JSON; not an object of these fields
                 raise ValueError(
-                    f"{path}, line {number}, is not a result: remove the line to continue the run without it"
+                    f"{path}, line {number}, is not a result of this version of specdec: remove the line to continue "
+                    f"the run without it, or give another folder"
                 ) from None
 
 

@@ -27,7 +27,8 @@ class Speculation:
 
 
 def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
-    """Every drafter at every draft length. Raises ValueError for one that lacks part of the contract."""
+    """Every drafter at every draft length. Raises ValueError for one that lacks part of the contract, and for two that
+    come out under one name."""
     found = []
     for text in settings.drafters:
         spec = DrafterSpec.parse(text)
@@ -44,6 +45,11 @@ def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
         joint = "," if spec.options else ":"
         for length in settings.draft_lengths:
             found.append(Speculation(f"{text}{joint}length={length}", spec.source, drafter, length))
+    names = [one.text for one in found]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"drafter {repeated.pop()!r} is given by name and by --draft-length too: leave one of the two out"
+        )
     return found
 
 

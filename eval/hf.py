@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -29,8 +30,10 @@ def assisted(
 ) -> Method:
     """HF's assisted generation with the draft model of our drafter `name` and its draft length. HF ends a draft early
     where the assistant is not confident, which is its default and stays on. Batch 1 only."""
-    assistant.generation_config.num_assistant_tokens = draft_length  # HF reads it from there
-    return _method(f"{HF} + {name}", model, request, 1, assistant_model=assistant)
+    own = copy.copy(assistant)  # the same weights, its own settings: other lengths' rows share the assistant
+    own.generation_config = copy.deepcopy(assistant.generation_config)
+    own.generation_config.num_assistant_tokens = draft_length  # HF reads it from there
+    return _method(f"{HF} + {name}", model, request, 1, assistant_model=own)
 
 
 def _method(

@@ -24,7 +24,8 @@ def summarise(folder: Folder, complete: bool | None = None) -> dict[str, Any]:
     """summary.json's content, from the results and what was measured beside them.
 
     complete: whether the whole grid was run; None takes it from the last summary, where a killed run has left none."""
-    results = folder.read()
+    # As one process would have left them: another's, or those before a kill, may begin in the middle of a turn.
+    results = sorted(folder.read(), key=lambda result: (result.batch, result.repeat))
     records = sound(results)
     if complete is None:
         complete = folder.read_json(SUMMARY, {}).get("complete", False)

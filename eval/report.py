@@ -45,4 +45,9 @@ def section_text(section: Section) -> str:
 def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *cells]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """On one line, with nothing that ends the cell."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from specdec.call_checks import check_draft_length, fitting_verifier
 from specdec.cli_options import sampling_arguments
+from specdec.models import resolve_dtype
 from specdec.registry import VERIFIERS, known
 
 
@@ -58,6 +61,12 @@ class Settings:
             _check_list(kind, given)
         if min(self.batch_sizes) < 1:
             raise ValueError(f"batch sizes are {list(self.batch_sizes)}: give one or more positive numbers")
+        for dtype in self.dtypes:
+            resolve_dtype(dtype, torch.device("cpu"))  # refuses unknown ones; on the run's device only `auto` differs
+        if "auto" in self.dtypes and len(self.dtypes) > 1:
+            raise ValueError(
+                f"dtypes are {list(self.dtypes)}: auto stands for one of the others, name that one or give auto alone"
+            )
         for length in self.draft_lengths:
             check_draft_length(length)
         if self.repeats < 1 or self.max_new_tokens < 1:

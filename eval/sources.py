@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from specdec.disk import reading
 from specdec.prompts import Prompt, limited, load_prompts, prompt_of
+
+_log = logging.getLogger(__name__)
 
 
 def load_sources(
@@ -31,6 +35,8 @@ def load_sources(
         raise ValueError(f"{errors[0]}; leave such rows out with --skip-bad")
     if not found:
         raise ValueError(f"data set {prompts} has no usable prompt in its column {column!r}")
+    if errors:
+        _log.warning("left out %d bad row(s) of the data set, the first of them: %s", len(errors), errors[0])
     return limited(found, limit)
 
 
@@ -39,11 +45,8 @@ def _rows(name: str, column: str, split: str | None) -> Any:
     import datasets  # slow to import
 
     path, _, config = name.partition(":")
-    try:
+    with reading(f"data set {name!r} could not be loaded"):
         splits = datasets.load_dataset(path, config or None)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"data set {name!r} could not be loaded: {reason}") from error
     if split is None and len(splits) > 1:
         raise ValueError(f"data set {name!r} has the splits {', '.join(splits)}: choose one with --split")
     if split is not None and split not in splits:

@@ -158,6 +158,48 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(tmp_path, evaluat
     assert len(results(tmp_path)) == 2 * (4 + 3)
 
 
+def test_answers_to_earlier_turns_survive_a_full_disk(tmp_path, evaluate, monkeypatch):
+    """The disk takes the first batch of answers; the next run, with room, has the report of one that had it at once."""
+    chats = [{"id": name, "turns": [name * 3, "de"]} for name in "abc"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    true_replace, writes = Path.replace, []
+
+    def full(path, target):
+        writes.append(path.name)
+        if writes.count("answers.json.part") == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true_replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = evaluate()
+    assert result.exit_code == 2 and "answers.json cannot be written (No space left on device)" in result.stderr
+    assert len(json.loads((tmp_path / "out" / "answers.json").read_text())) == 2
+    monkeypatch.setattr(Path, "replace", true_replace)
+    assert evaluate("--resume").exit_code == 0
+    answers = (tmp_path / "out" / "answers.json").read_text()
+    assert {record.id for record in results(tmp_path)} == {*"abc", *(f"{name}, turn 2" for name in "abc")}
+    (tmp_path / "out" / "answers.json").write_text(answers[:20])
+    result = evaluate("--resume")
+    assert result.exit_code == 2 and "answers.json is missing or damaged" in result.stderr
+
+
+def test_a_run_is_not_continued_with_other_weights(tmp_path, evaluate, model):
+    evaluate("--limit", "2")
+    before = (tmp_path / "out" / "environment.json").read_text()
+    assert evaluate("--limit", "2", "--resume").exit_code == 0
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    result = evaluate("--limit", "2", "--resume")
+    assert result.exit_code == 2 and "holds a run with other weights (" in result.stderr
+    assert json.loads(before)["weights"] == json.loads((tmp_path / "out" / "environment.json").read_text())["weights"]
+
+
+def test_one_name_for_two_drafters_is_refused_before_the_run(tmp_path, evaluate):
+    result = evaluate("--drafter", "ngram", "--drafter", "ngram:length=3", "--draft-length", "3,5")
+    assert result.exit_code == 2 and "'ngram:length=3' is given by name and by --draft-length too" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_interleaved_repeats_are_continued_after_a_kill(tmp_path, evaluate):
     """A kill leaves whole jobs and half a line; the resumed run has the table of one that was never killed."""
     evaluate("--limit", "3", "--repeats", "2", "--drafter", "ngram:min_n=1")

@@ -81,6 +81,8 @@ def test_configuration_survives_json_and_tells_runs_apart():
         ({"verifiers": ("block",)}, "'block' does not fit do_sample=False"),
         ({"verifiers": ("block", "greedy"), "temperatures": (0.5,)}, "'greedy' does not fit do_sample=True"),
         ({"verifiers": ("nope",)}, "unknown verifier 'nope'"),
+        ({"dtypes": ("float32", "flaot16")}, "unknown dtype 'flaot16'"),
+        ({"dtypes": ("auto", "float32")}, "auto stands for one of the others"),
         ({"top_k": 5}, "need a --temperature above 0"),
         ({"split": "test"}, "belongs to a data set's --column"),
         ({"repeats": 0}, "repeats is 0"),
@@ -148,9 +150,12 @@ def test_a_kill_between_merging_and_cleaning_up_doubles_nothing(folder):
 
 @pytest.mark.parametrize("file", ["results.jsonl", "report.md"])
 def test_a_full_disk_is_named(folder, file):
-    (folder.path / file).symlink_to("/dev/full")
+    folder.write_text("report.md", "before")
+    for name in ("results.jsonl", "report.md.part"):
+        (folder.path / name).symlink_to("/dev/full")
     with pytest.raises(ValueError, match=rf"{file} cannot be written \(No space left on device\).*--resume"):
         folder.append(JOB) if file == "results.jsonl" else folder.write_text(file, "x" * 100_000)
+    assert (folder.path / "report.md").read_text() == "before"
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\xff\xfe"])

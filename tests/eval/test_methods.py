@@ -135,3 +135,13 @@ def test_hf_drafts_change_forwards_and_not_tokens():
         assert outcome.target_forwards <= plain.target_forwards == 24
     assert outcome.target_forwards <= 12
     assert [lookup.name, helped.name] == ["hf + prompt lookup", "hf + draft_model:x"]
+
+
+def test_hf_drafts_with_the_length_of_its_row_where_rows_share_the_assistant():
+    """A sure assistant that equals the target: length k gives k + 1 tokens per forward."""
+    model, assistant, prompts = tiny("llama"), tiny("llama"), prompts_of(12)
+    assistant.generation_config.assistant_confidence_threshold = 0
+    request = Request.of(model, GREEDY, 0)
+    short, long = (assisted("draft_model:x", model, request, assistant, length) for length in (2, 5))
+    assert [method.generate(prompts, 24).target_forwards for method in (short, long)] == [24 / 3, 24 / 6]
+    assert assistant.generation_config.num_assistant_tokens is None  # the drafter's model stays as it was

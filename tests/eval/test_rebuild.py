@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +12,7 @@ from typer.testing import CliRunner
 import eval.command
 from specdec.cli import app
 from specdec.models import LoadedModel
+from tests.eval.samples import failure
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
@@ -38,7 +42,8 @@ def test_a_rebuilt_report_is_the_same(invoke, tmp_path):
     assert {name: (folder / name).read_text() for name in before} == before
 
 
-def test_a_killed_run_has_a_report_that_says_so(invoke, tmp_path):
+def test_a_killed_run_has_a_report_that_says_so(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/bin/specdec", "eval", "--out", "a b"])
     folder = evaluate(invoke, tmp_path, "a")
     lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
     (folder / "results.jsonl").write_text("".join(lines[:7]) + "{half")
@@ -46,7 +51,7 @@ def test_a_killed_run_has_a_report_that_says_so(invoke, tmp_path):
         (folder / name).unlink()
     assert invoke("report", folder).exit_code == 0
     text = (folder / "report.md").read_text()
-    assert "Interrupted" in text and "specdec " in text.split("Command: ")[1]
+    assert "Interrupted" in text and "Command: `specdec eval --out 'a b'`" in text
     assert not json.loads((folder / "summary.json").read_text())["complete"]
     assert (folder / "results.jsonl").read_text().endswith("{half")  # nothing is taken from what --resume goes on from
 
@@ -76,6 +81,45 @@ def test_several_runs_side_by_side(invoke, tmp_path):
     assert "<h1>Comparison</h1>" in (tmp_path / "both" / "report.html").read_text()
 
 
+def test_a_comparison_says_what_is_wrong_with_its_runs(invoke, tmp_path):
+    """One run was interrupted, in the other a row failed; the row's line is not FAILED, since one of the two has it."""
+    first = evaluate(invoke, tmp_path, "a")
+    second = Path(shutil.copytree(first, tmp_path / "b"))
+    summary = json.loads((first / "summary.json").read_text())
+    (first / "summary.json").write_text(json.dumps(summary | {"complete": False}))
+    with (second / "results.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(failure("ngram", batch_size=1, dtype="float64"))) + "\n")
+    result = invoke("report", first, second, "--out", tmp_path / "both")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "both" / "report.md").read_text()
+    assert "- A: Interrupted" in text and "- B: Failed: ngram, batch 1" in text
+    line = next(line for line in text.splitlines() if line.startswith("| ngram | 1 |"))
+    assert line.split(" | ")[2] != "-" and line.split(" | ")[3] == "-"
+    assert "B: Failed" in (tmp_path / "both" / "report.html").read_text()
+
+
+def test_a_comparison_as_json(invoke, tmp_path):
+    first = evaluate(invoke, tmp_path, "a")
+    folders = [first, Path(shutil.copytree(first, tmp_path / "b"))]
+    found = json.loads(invoke("report", *folders, "--out", tmp_path / "both", "--json").stdout)
+    assert found == {str(f): json.loads((f / "summary.json").read_text())["rows"] for f in folders}
+
+
+def test_files_of_another_version_or_damaged_ones_are_named(invoke, tmp_path):
+    folder = evaluate(invoke, tmp_path, "a")
+    (folder / "old").mkdir()
+    for name in ("old/fidelity.json", "divergences.json", "traces.json"):
+        before = (folder / name).read_text() if (folder / name).exists() else None
+        (folder / name).write_text("[1]" if before else "{}")
+        result = invoke("report", folder)
+        assert result.exit_code == 2 and f"{folder} cannot be reported" in result.stderr, name
+        (folder / name).write_text(before) if before else (folder / name).unlink()
+    assert invoke("report", folder).exit_code == 0
+    (folder / "results.jsonl").write_text('{"id": "a", "method": "plain"}\n')
+    result = invoke("report", folder)
+    assert result.exit_code == 2 and "line 1, is not a result of this version" in result.stderr
+
+
 def test_what_cannot_be_reported_is_refused_in_one_sentence(invoke, tmp_path):
     folder = evaluate(invoke, tmp_path, "a")
     shutil.copytree(folder, tmp_path / "b")
@@ -84,6 +128,9 @@ def test_what_cannot_be_reported_is_refused_in_one_sentence(invoke, tmp_path):
         ([folder, tmp_path / "b"], "say where the comparison goes with --out"),
         ([folder, folder, "--out", tmp_path / "c"], "given more than once"),
         ([folder, "--out", tmp_path / "c"], "is for comparing several folders"),
+        ([folder, tmp_path / "b", "--out", tmp_path / "b"], "holds a run, whose report"),
+        ([folder, tmp_path / "b", "--out", tmp_path / "p.jsonl"], "cannot be made a folder"),
+        ([folder, folder / ".." / "a", "--out", tmp_path / "c"], "given more than once"),
     ]
     for arguments, message in cases:
         result = invoke("report", *arguments)

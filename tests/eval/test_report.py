@@ -5,7 +5,7 @@ from dataclasses import asdict
 from eval.cells import MAIN
 from eval.divergence import Divergence
 from eval.memory import Memory
-from eval.report import markdown, terminal_table
+from eval.report import markdown, markdown_table, terminal_table
 from eval.summary import categories, table
 from tests.eval.samples import failure, record
 
@@ -124,6 +124,7 @@ def test_fidelity_is_said_before_any_number():
 def test_cells_cannot_break_a_table():
     text = report(more=[record("plain", batch_size=4), record("x|y", batch_size=4)])
     assert "| x\\|y | 4 |" in text
+    assert markdown_table(["id"], [["two\nlines"]]).splitlines()[2:] == ["| two lines |"]
 
 
 def test_terminal_table_has_a_row_per_method():

@@ -60,9 +60,16 @@ def test_a_missing_data_set_and_a_column_of_nothing_are_refused(tmp_path):
         load_sources(None, "question", None, None, False)
 
 
-def test_rows_without_text_are_named_or_skipped(data):
+def test_a_damaged_data_set_is_refused_in_one_sentence(data):
+    (data / "train.jsonl").write_text('{"question": "one"}\n{broken\n')
+    with pytest.raises(ValueError, match="could not be loaded: DatasetGenerationError"):
+        load_sources(str(data), "question", "train", None, False)
+
+
+def test_rows_without_text_are_named_or_skipped(data, caplog):
     (data / "train.jsonl").write_text('{"question": "one"}\n{"question": ""}\n')
     (data / "test.jsonl").unlink()
     with pytest.raises(ValueError, match="row 1: the prompt is empty or not a text; leave such rows out"):
         load_sources(str(data), "question", None, None, False)
     assert [prompt.text for prompt in load_sources(str(data), "question", None, None, True)] == ["one"]
+    assert "left out 1 bad row(s) of the data set" in caplog.text
