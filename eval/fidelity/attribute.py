@@ -136,10 +136,12 @@ class _Attribution:
         outside = {int(position): gap for position, gap in result.outside}
         if (evidence.violation or 0) > TOLERANCE or outside.get(place, 0) > self.envelope.limit:
             return "rule"
+        narrow = evidence.margin <= 2 * (evidence.difference + TOLERANCE)
+        if not narrow or evidence.vanishes is False:  # the same scores, or high precision too: no rounding did this
+            return "unexplained"
         if result.rung == BATCHED.number and self._batch_alone(result.number, control, place):
             return "batch"
-        narrow = evidence.margin <= 2 * evidence.difference
-        return "precision" if narrow and evidence.width > 0 and evidence.vanishes is not False else "unexplained"
+        return "precision" if evidence.width > 0 else "unexplained"
 
     def _moved(self, result: Result, place: int) -> str:
         """What the state did to the scores up to `place`, or nothing."""

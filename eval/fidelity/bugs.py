@@ -164,7 +164,7 @@ MODEL_BUGS = (
     Bug("greedy draft, softmax q", "test", greedy_draft),
     Bug("resample from p, not the residual", "test", resample_from_p),
     Bug("accepted prefix one too long", "test", one_too_many),
-    Bug("bonus token without processors", "test", unprocessed_bonus),
+    Bug("bonus token without processors", "zero", unprocessed_bonus),
     Bug("cache rolled back one token too few", "state", stale_slot),
     Bug("positions off by one in one row", "state", shifted_positions),
     Bug("stop cut one token late", "stop", late_stop),

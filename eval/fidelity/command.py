@@ -62,12 +62,18 @@ def run(
     results = folder.start(config)
     if self_checked:
         sys.exit(self_check(ladder, folder, as_json))
-    complete = climb(ladder, list(ladder.jobs()), folder, results)
-    line, found = report(ladder, loaded, chosen.drafter, results, complete)
+    try:
+        climb(ladder, list(ladder.jobs()), folder, results)
+        examination = examine(ladder, results)
+    except KeyboardInterrupt:
+        examination = examine(ladder, results, complete=False)
+    line = verdict(ladder, results, examination)
+    about = described(loaded, {chosen.drafter: ladder.drafter})
+    found = summary(ladder, results, examination, line, about)
     folder.write_json("fidelity.json", found)
     folder.write_text("fidelity.md", markdown(found))
     print(json.dumps(found, indent=2) if as_json else line)
-    if not complete:
+    if not examination.complete:
         print(f"specdec: interrupted; {out} keeps what was finished, --resume continues it", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if line.startswith(NOT_LOSSLESS):
@@ -98,32 +104,16 @@ def build_ladder(
     )
 
 
-def climb(ladder: Ladder, jobs: Sequence[Job], folder: Folder, results: list[Result]) -> bool:
-    """Run the jobs that `results` lacks, adding to it and to the folder; False where Ctrl-C ended it early."""
+def climb(ladder: Ladder, jobs: Sequence[Job], folder: Folder, results: list[Result]) -> None:
+    """Run the jobs that `results` lacks, adding to it and to the folder."""
     done = {result.job for result in results}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("batches", total=len(jobs))
-        try:
-            for job in jobs:
-                progress.update(task, description=job.rung.name)
-                if job.key not in done:
-                    found = observe(ladder, job, results)
-                    folder.append(found)
-                    results.extend(found)
-                progress.advance(task)
-        except KeyboardInterrupt:
-            return False
-    return True
-
-
-def report(
-    ladder: Ladder, loaded: LoadedModel, drafter: str, results: Sequence[Result], complete: bool
-) -> tuple[str, dict[str, Any]]:
-    """The verdict's line, and fidelity.json's content. drafter: its name on the command line."""
-    examination = examine(ladder, results, complete)
-    line = verdict(ladder, results, examination)
-    if not complete:
-        line += " (interrupted: only a part was run)"
-    about = described(loaded, {drafter: ladder.drafter})
-    return line, summary(ladder, results, examination, line, about)
+        for job in jobs:
+            progress.update(task, description=job.rung.name)
+            if job.key not in done:
+                found = observe(ladder, job, results)
+                folder.append(found)
+                results.extend(found)
+            progress.advance(task)

@@ -48,7 +48,7 @@ def _decoded(ladder: Ladder, job: Job) -> list[Result]:
 def _result(ladder: Ladder, job: Job, watched: Watched, row: int, raw_TV: Tensor, scores_TV: Tensor) -> Result:
     log, prompt, seed = watched.recorder.rows[row], job.prompts[row], ladder.seed + job.sample
     tested = job.rung.speculative and ladder.sampling["do_sample"]
-    rng = np.random.default_rng([seed, prompt.number])
+    rng = np.random.default_rng([seed % 2**64, prompt.number])  # as in the streams, any int is a seed
     replays = [replay(kept, seed, prompt.number, len(prompt.tokens)) for kept in log.kept]
     return Result(
         **_who(ladder, job, prompt),

@@ -72,7 +72,9 @@ def _case(kept: KeptStep, seed: int, request: int, root_position: int) -> Case:
 
 def _q(kept: KeptStep, request: int) -> np.ndarray:
     if kept.q_logits is None:
-        return np.eye(kept.scores.shape[1])[kept.tokens] if kept.tokens else np.zeros((0, kept.scores.shape[1]))
+        one_hot = np.zeros((len(kept.tokens), kept.scores.shape[1]))
+        one_hot[range(len(kept.tokens)), kept.tokens] = 1
+        return one_hot
     log_q = kept.q_logits.double()
     off = (log_q.logsumexp(-1) - kept.q_logz).abs()
     if not (off < Q_TOLERANCE).all():

@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.divergence import first_difference
 from eval.fidelity.attribute import CAUSES
-from eval.fidelity.ladder import BATCHED, PLAIN, PLAIN_BATCHED, REFERENCE, RUNGS, SPECULATIVE, Ladder
+from eval.fidelity.ladder import BATCHED, CONTROL, PLAIN, PLAIN_BATCHED, REFERENCE, RUNGS, SPECULATIVE, Ladder
 from eval.fidelity.results import Result
 from eval.fidelity.settings import ALPHA, CONFIDENCE, POWER
 from eval.fidelity.verdict import Examination
@@ -39,9 +39,7 @@ def summary(
         "findings": [asdict(finding) for finding in examination.findings],
         "rungs": [_rung(rung.number, results) for rung in RUNGS],
         "agreement": [_agreement(a.number, b.number, results) for a, b in COMPARED],
-        "exact_match": {
-            rung.name: _exact(ladder, rung.number, results, examination) for rung in (SPECULATIVE, BATCHED)
-        },
+        "exact_match": {rung.name: _exact(ladder, rung.number, results) for rung in (SPECULATIVE, BATCHED)},
         "causes": {cause: examination.causes[cause] for cause in CAUSES},
         "differences": [asdict(difference) for difference in examination.differences],
         "tests": {rung: [asdict(test) for test in tests] for rung, tests in examination.tests.items()},
@@ -72,7 +70,7 @@ _AGREEMENT = """\
 
 Plain against plain is what precision and batch size do without any speculation. Where each run draws in its own way
 (sampling without the coupled rule), plain and speculative outputs differ by design."""
-RUNG_COLUMNS = ("rung", "name", "requests", "failed", "tokens", "largest_shift", "accepted_per_step", "seconds")
+RUNG_COLUMNS = ("rung", "name", "requests", "failed", "tokens", "largest_shift", "tokens_per_step", "seconds")
 AGREEMENT_COLUMNS = ("rung", "other", "requests", "different", "earliest")
 DIFFERENCE_COLUMNS = ("rung", "id", "position", "token", "control_token", "cause")
 EVIDENCE_COLUMNS = ("margin", "difference", "width", "violation", "vanishes", "note")
@@ -124,7 +122,7 @@ def _rung(number: int, results: Sequence[Result]) -> dict[str, Any]:
         "failed": sum(r.error is not None for r in mine),
         "tokens": sum(len(r.tokens) for r in mine),
         "largest_shift": max(shifts, default=None),
-        "accepted_per_step": sum(sum(r.steps[1:]) for r in mine) / steps if steps else None,
+        "tokens_per_step": sum(sum(r.steps[1:]) for r in mine) / steps if steps else None,
         "seconds": _seconds(mine),
     }
 
@@ -143,12 +141,12 @@ def _agreement(rung: int, other: int, results: Sequence[Result]) -> dict[str, An
     }
 
 
-def _exact(ladder: Ladder, rung: int, results: Sequence[Result], examination: Examination) -> float | None:
-    """Share of requests that equal their control; None where they are not meant to."""
-    requests = sum(r.rung == rung and r.sample == 0 for r in results)
-    if not ladder.compares_tokens or not requests:
+def _exact(ladder: Ladder, rung: int, results: Sequence[Result]) -> float | None:
+    """Share of requests that equal their control, of those where neither failed; None where they are not meant to."""
+    compared = _agreement(CONTROL[rung], rung, results)
+    if not ladder.compares_tokens or not compared["requests"]:
         return None
-    return 1 - sum(d.rung == rung for d in examination.differences) / requests
+    return 1 - compared["different"] / compared["requests"]
 
 
 def _replays(results: Sequence[Result]) -> dict[str, Any]:

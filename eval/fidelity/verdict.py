@@ -30,12 +30,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examination:
-    """tests: by what was tested, Holm-corrected over all of them."""
+    """tests: by what was tested, Holm-corrected over all of them.   complete: False after an interrupted run, whose
+    differences were not looked for."""
 
     envelope: Envelope
     differences: list[Difference]
     tests: dict[str, list[Statistic]]
     findings: list[Finding]
+    complete: bool = True
 
     @property
     def causes(self) -> Counter[str]:
@@ -59,16 +61,20 @@ def examine(ladder: Ladder, results: Sequence[Result], complete: bool = True) ->
         *failed_tests(tests),
         *(Finding(d.cause, _where(d)) for d in found if d.cause in ("state", "rule", "unexplained")),
     ]
-    return Examination(envelope, found, tests, findings)
+    return Examination(envelope, found, tests, findings, complete)
 
 
 def verdict(ladder: Ladder, results: Sequence[Result], examination: Examination) -> str:
-    """`lossless within ...`, `differs: precision only ...` or `NOT lossless: ...`."""
+    """`lossless within ...`, `differs: precision only ...` or `NOT lossless: ...`; `interrupted: ...` where not known.
+
+    Of the bounds that of the most tokens is given, and not the smallest, which would hold less often than stated."""
     if examination.findings:
         kinds = Counter(finding.kind for finding in examination.findings)
         counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return f"{NOT_LOSSLESS}: {counts}; the first: {examination.findings[0].text}"
     requests = sum(RUNGS[r.rung].speculative and r.sample == 0 for r in results)
+    if not examination.complete:
+        return f"interrupted: nothing wrong so far in {requests} requests, whose differences were not looked for"
     if causes := examination.causes:
         return (
             f"differs: precision only, in {sum(causes.values())} of {requests} requests (batch size {causes['batch']}, "
@@ -77,8 +83,8 @@ def verdict(ladder: Ladder, results: Sequence[Result], examination: Examination)
     within = [f"0 differing tokens in {requests} requests"] if ladder.compares_tokens else []
     bounded = [test for found in examination.tests.values() for test in found if test.bound is not None]
     if bounded:
-        best = min(bounded, key=lambda test: test.bound)
-        within.append(f"{best.bound:.3g} ({CONFIDENCE:.0%} bound, {best.name} of {best.tokens} tokens)")
+        most = max(bounded, key=lambda test: test.tokens)
+        within.append(f"{most.bound:.3g} ({CONFIDENCE:.0%} bound, {most.name} of {most.tokens} tokens)")
     return f"lossless within {' and '.join(within)}"
 
 

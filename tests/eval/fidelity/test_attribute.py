@@ -8,9 +8,10 @@ import torch
 from drafters.draft_model import DraftModelDrafter
 from eval.fidelity.attribute import differences
 from eval.fidelity.bugs import late_stop, shifted_positions, stale_slot
+from eval.fidelity.distribution import Statistic
 from eval.fidelity.ladder import PLAIN_BATCHED, SPECULATIVE
 from eval.fidelity.state import Envelope
-from eval.fidelity.verdict import examine, verdict
+from eval.fidelity.verdict import Examination, examine, verdict
 from tests.eval.fidelity.ladders import SAMPLED, climbed, ladder_of, rounding_model
 from tests.tiny_models import tiny
 from verifiers.greedy import GreedyVerifier
@@ -24,6 +25,15 @@ class SecondBest(GreedyVerifier):
         second = p.logits[p.index.gather(1, verdict.n_accepted[:, None])[:, 0]].topk(2).indices[:, 1]
         rejected = (verdict.n_accepted < draft.lengths_B) & (draft.lengths_B > 0)
         return replace(verdict, next_token=torch.where(rejected, second, verdict.next_token))
+
+
+class WrongInBatches(SecondBest):
+    """The same without a reference to replay it by, and right about one row."""
+
+    name = "third party's"
+
+    def verify(self, draft, p, draws):
+        return (SecondBest if len(draft.lengths) > 1 else GreedyVerifier).verify(self, draft, p, draws)
 
 
 def examined(ladder, *rungs):
@@ -60,6 +70,13 @@ def test_a_wrong_rule_is_called_a_rule():
     for difference in found.differences:
         assert difference.evidence.violation == pytest.approx(difference.evidence.margin)
     assert verdict(ladder, results, found).startswith("NOT lossless")
+
+
+def test_a_wrong_rule_that_only_batches_show_is_not_called_batch_size():
+    ladder = replace(ladder_of(verifier="greedy"), verifier=WrongInBatches)
+    _, found = examined(ladder, 1, 2, 4, 5)
+    assert found.causes.keys() == {"unexplained"}
+    assert all(d.evidence.violation is None and d.evidence.margin > 1e-3 for d in found.differences)
 
 
 @pytest.mark.parametrize(("bug", "dtype"), [(stale_slot, torch.float64), (shifted_positions, torch.bfloat16)])
@@ -104,6 +121,12 @@ def test_a_difference_is_the_batchs_where_one_by_one_there_is_none():
     assert {found.cause for found in differences(ladder, results, envelope)} == {"precision"}
     one_by_one = [replace(r, rung=SPECULATIVE.number) for r in results if r.rung == PLAIN_BATCHED.number]
     assert {found.cause for found in differences(ladder, [*results, *one_by_one], envelope)} == {"batch"}
+
+
+def test_the_bound_of_the_most_tokens_is_given():
+    tests = {"few": [Statistic("pit", 100, 0, 1, 0, 0.1)], "many": [Statistic("pit", 200, 0, 1, 0, 0.2)]}
+    line = verdict(ladder_of(sampling=SAMPLED), [], Examination(Envelope(0, 1), [], tests, []))
+    assert line == "lossless within 0.2 (95% bound, pit of 200 tokens)"
 
 
 def test_rules_that_draw_anew_are_not_compared():

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import eval.fidelity.command
+import eval.fidelity.verdict
 from specdec.cli import app
 from specdec.models import LoadedModel
 from tests.tiny_models import tiny
@@ -87,6 +88,18 @@ def test_a_killed_run_continues_to_the_same_report(tmp_path, fidelity, monkeypat
     assert refused.exit_code == 2 and "temperature" in refused.stderr
 
 
+def test_ctrl_c_while_differences_are_explained_leaves_a_report_that_claims_nothing(tmp_path, fidelity, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(eval.fidelity.verdict, "differences", interrupted)
+        result = fidelity()
+    assert result.exit_code == 130 and result.stdout.startswith("interrupted: nothing wrong so far in 6 requests")
+    assert report(tmp_path)["verdict"] == result.stdout.strip()
+    assert fidelity("--resume").stdout.startswith("lossless within")
+
+
 def test_json_is_alone_on_standard_output(tmp_path, fidelity):
     assert json.loads(fidelity("--json").stdout) == report(tmp_path)
 
@@ -121,3 +134,4 @@ def test_a_drafter_that_raises_fails_its_requests_and_not_the_run(tmp_path, fide
     assert result.exit_code == 1 and "out of drafts" in result.stdout
     found = report(tmp_path)
     assert [rung["failed"] for rung in found["rungs"]] == [0, 0, 0, 0, 3, 1]
+    assert found["exact_match"] == {"speculative": None, "speculative, batched": 1.0}  # of those that did not fail

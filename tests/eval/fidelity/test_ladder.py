@@ -50,10 +50,15 @@ def test_sampling_is_tested_and_replayed_with_a_seed_for_each_sample():
     assert len({tuple(r.tokens) for r in last}) == 6
     for result in last:
         assert all(len(entries) == len(result.tokens) for entries in result.samples.values())
-        assert sum(entry is not None for entry in result.samples["q"]) > 0
         assert result.replays and max(violation for *_, violation in result.replays) < 1e-5
+    assert any(entry is not None for result in last for entry in result.samples["q"])
     one_by_one = by_rung(results)[4]
     assert one_by_one == {r.number: r.tokens for r in last if r.sample == 0}  # a request's draws are its own
+
+
+def test_any_int_is_a_seed():
+    [first, *_] = climbed(ladder_of(sampling=SAMPLED, seed=-1), BATCHED.number)
+    assert first.error is None and first.seed == -1 and len(first.samples["pit"]) == 16
 
 
 def test_what_a_drafter_raises_is_recorded_with_its_traceback():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.fidelity.recorder import Recorder
+from eval.fidelity.recorder import KeptStep, Recorder
 from eval.fidelity.replay import TOLERANCE, replay
 from specdec.contracts import Draft, Scores
 from specdec.draws import CoupledDraws, FreshDraws
@@ -80,6 +80,14 @@ def test_production_verdicts_pass_and_changed_ones_do_not(verifier, tree, one_ho
     caught = sum(violation(kept) > TOLERANCE for kept in shorter)
     # Where the token itself is right (arg-max rules) giving it as "next" emits nothing wrong.
     assert caught == 0 if verifier.draws != "fresh" and verifier.name in ("greedy", "coupled") else caught > 0
+
+
+def test_a_one_hot_draft_costs_no_more_than_its_p():
+    V = 200_000  # squared, no machine's memory
+    scores = torch.zeros(2, V)
+    scores[:, 7] = 100
+    kept = KeptStep(0, 0, 0, "rejection", [7], [-1], None, None, scores, [0], 7)
+    assert violation(kept) == 0 and violation(replace(kept, next_token=8)) > TOLERANCE
 
 
 def test_wrong_rules_are_told_apart():

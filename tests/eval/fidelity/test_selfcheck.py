@@ -29,7 +29,7 @@ def test_the_toy_models_law_is_the_table():
 
 
 @pytest.mark.parametrize("bug", [bug for bug in MODEL_BUGS if bug.caught_by != "test"], ids=lambda bug: bug.name)
-def test_bugs_of_the_state_are_caught_at_once(bug):
+def test_bugs_that_single_tokens_show_are_caught_at_once(bug):
     base = base_ladder()
     check = selfcheck.on_model(bug, base, selfcheck.plain_envelope(base))
     assert check.right and check.caught_by == bug.caught_by and check.tokens <= selfcheck.TOKENS
