@@ -6,6 +6,7 @@ flagged where they are, on the device, and read once when the batch is done: no 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,10 +38,11 @@ def audited(drafter: Drafter | None, ids: Sequence[str]) -> Iterator[AuditedDraf
 
 
 class AuditedDrafter(BaseDrafter):
-    """`drafter`, with its drafts flagged as they pass through. `trees`: whether one of them was a tree."""
+    """`drafter`, with its drafts flagged as they pass through. `trees`: whether one of them was a tree; `seconds`: host
+    time that the flags took."""
 
     def __init__(self, drafter: Drafter, ids: Sequence[str]):
-        self.drafter, self.ids, self.trees = drafter, ids, False
+        self.drafter, self.ids, self.trees, self.seconds = drafter, ids, False, 0.0
         self.name, self.needs_hidden = drafter.name, drafter.needs_hidden
         self.observe, self.admit, self.release = drafter.observe, drafter.admit, drafter.release
         self._drafts: Counter[int] = Counter()  # per row, how often it has drafted
@@ -49,15 +51,20 @@ class AuditedDrafter(BaseDrafter):
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
         draft = self.drafter.propose(rows, budget, draws)
+        started = time.perf_counter()
+        self._flag(draft, rows, budget)
+        self.seconds += time.perf_counter() - started
+        return draft
+
+    def _flag(self, draft: Draft, rows: Rows, budget: Sequence[int]) -> None:
         check_draft(draft, budget, self.name, rows.vocab_size, rows.device)
         if not any(draft.lengths):
-            return draft
+            return
         self.trees |= draft.parents is not None
         for row, length in zip(rows.ids, draft.lengths, strict=True):
             self._drafts[row] += length > 0
             self._seen.append((row, self._drafts[row]))
         self._flags.append(torch.stack([_outside(draft, rows.vocab_size), _no_distribution(draft)]))
-        return draft
 
     def check(self) -> None:
         """Raises ValueError that names the first wrong draft by prompt and step."""

@@ -127,7 +127,9 @@ def cells(rows: Sequence[Row], columns: dict[str, Column]) -> tuple[list[str], l
 
 def phases_line(row: Row, rows: Sequence[Row]) -> str:
     """Where one row's decode steps spend their time."""
-    return f"{label(row, rows)}: " + ", ".join(f"{phase} {row['phase_shares'][phase]:.1%}" for phase in PHASES)
+    shares = ", ".join(f"{phase} {row['phase_shares'][phase]:.1%}" for phase in PHASES)
+    audit = "" if row["audit_share"] is None else f"; looking over the drafts {row['audit_share']:.1%} of the call"
+    return f"{label(row, rows)}: {shares}{audit}"
 
 
 def memory_line(memory: Row) -> str:

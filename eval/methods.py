@@ -60,6 +60,7 @@ class Outcome:
 
     prefill_seconds: from the call until every row has its first token; prefill_tokens: how many all rows had by then.
     trees: whether a draft was a tree, whose acceptance probabilities are not listed by depth.
+    audit_seconds: host time that looking over the drafts took, see `eval.audit`; None without a drafter.
     """
 
     tokens: list[list[int]]
@@ -69,6 +70,7 @@ class Outcome:
     target_forwards: int
     stats: Stats | None
     trees: bool = False
+    audit_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ def engine_method(
             output = output.cpu()
             seconds = time.perf_counter() - first.started
         tokens = outputs(output, input_ids, request.stops)
-        trees = watched is not None and watched.trees
-        return Outcome(tokens, seconds, first.seconds, first.tokens, stats.forwards, stats, trees)
+        trees, audit = (False, None) if watched is None else (watched.trees, watched.seconds)
+        return Outcome(tokens, seconds, first.seconds, first.tokens, stats.forwards, stats, trees, audit)
 
     dtype = str(model.dtype).removeprefix("torch.")
     return Method(name, None if drafter is None else name, request.temperature, dtype, draft_length, generate)

@@ -26,6 +26,7 @@ class Record:
     accept_prob: per decode step, that of each reached position, see `specdec.stats.RowStats`; None for trees too.
     batch_prefill_seconds: from the call until every row has its first token; batch_prefill_tokens were emitted by then.
     batch_phases: seconds of the decode steps by phase and of "prefill", see `specdec.stats.Stats`.
+    batch_audit_seconds: of "draft", what the evaluation itself took to look over the drafts; None without a drafter.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Record:
     batch_prefill_seconds: float
     batch_prefill_tokens: int
     batch_phases: dict[str, float] | None
+    batch_audit_seconds: float | None
     batch_forwards: int
     batch_decode_forwards: int | None
     batch_packed_tokens: int | None
@@ -179,6 +181,7 @@ def records(job: Job, outcome: Outcome) -> list[Record]:
             batch_prefill_seconds=outcome.prefill_seconds,
             batch_prefill_tokens=outcome.prefill_tokens,
             batch_phases=stats and stats.seconds,
+            batch_audit_seconds=outcome.audit_seconds,
             batch_forwards=outcome.target_forwards,
             batch_decode_forwards=stats and stats.decode_forwards,
             batch_packed_tokens=stats and stats.packed_tokens,

@@ -34,6 +34,7 @@ def speeds(runs: Runs, control: Runs, hf: Runs) -> dict[str, Any]:
         **_ratios("speedup_vs_hf", runs, hf, lambda run: run.speed),
         "spread": _spread(runs),
         "phase_shares": phase_shares(runs),
+        "audit_share": audit_share(runs),
     }
 
 
@@ -83,6 +84,13 @@ def phase_shares(runs: Runs) -> dict[str, float] | None:
     step = step_seconds(runs)
     total = sum(step.values()) if step else 0
     return {phase: seconds / total for phase, seconds in step.items()} if total else None
+
+
+def audit_share(runs: Runs) -> float | None:
+    """Share of the calls' time in which the evaluation looked over drafts; None without a drafter."""
+    timed = [(run.records[0].batch_audit_seconds, run.seconds) for run in runs.values()]
+    watched = [(audit, seconds) for audit, seconds in timed if audit is not None]
+    return sum(audit for audit, _ in watched) / sum(seconds for _, seconds in watched) if watched else None
 
 
 def first_pass(runs: Runs) -> list[Run]:

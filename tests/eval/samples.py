@@ -30,6 +30,7 @@ BASE = Record(
     batch_prefill_seconds=1.0,
     batch_prefill_tokens=2,
     batch_phases=PHASES,
+    batch_audit_seconds=None,
     batch_forwards=4,
     batch_decode_forwards=3,
     batch_packed_tokens=12,
@@ -57,6 +58,7 @@ def record(method: str, **changes) -> Record:
         return replace(BASE, method="hf", **hf | changes)
     if method != "plain":
         drafted = {"drafted": [2, 2], "accepted": [1, 0], "accept_prob": [[0.75, 0.5], [0.25]], "draft_length": 2}
+        drafted["batch_audit_seconds"] = 0.01
         changes = {"drafter": method} | drafted | changes
     return replace(BASE, method=method, **changes)
 

@@ -1,9 +1,12 @@
 """Wrong drafts are named with prompt and step, whatever the engine makes of them; right ones pass."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+import eval.audit
 import specdec
 from eval.audit import AuditedDrafter, audited
 from eval.methods import Request, engine_method
@@ -115,6 +118,25 @@ def test_trees_are_noticed_and_a_malformed_draft_is_refused():
     assert watched.trees
     with pytest.raises(ValueError, match="'tree' drafted 2 tokens in row 0, where the budget is 1"):
         watched.propose(rows, [1], None)
+
+
+def test_what_looking_took_is_told_from_what_drafting_took(monkeypatch):
+    """By a clock that drafting puts forward by 100 and looking at a draft by 1."""
+    now, drafts = [0.0], []
+    monkeypatch.setattr(eval.audit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def tick(seconds, function):
+        def ticking(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return ticking
+
+    drafter = Uniform()
+    drafter.propose = tick(100, lambda *arguments: drafts.append(1) or Uniform.propose(drafter, *arguments))
+    monkeypatch.setattr(eval.audit, "check_draft", tick(1, eval.audit.check_draft))
+    assert run(drafter).audit_seconds == len(drafts) > 0
+    assert run(None).audit_seconds is None
 
 
 def test_no_drafter_is_none():

@@ -37,6 +37,7 @@ def test_one_batch():
     assert (ngram["target_forwards"], ngram["tokens"]) == (3, 6)
     assert ngram["phase_shares"] == pytest.approx({"draft": 0.1, "forward": 0.6, "verify": 0.2, "loop": 0.1})
     assert ngram["decode_step_ms"] == pytest.approx(10_000 / 3)
+    assert ngram["audit_share"] == pytest.approx(0.01 / 2.0) and found["plain"]["audit_share"] is None
     assert (ngram["batch_size"], ngram["temperature"], ngram["dtype"]) == (2, 0.0, "float32")
     assert found["plain"]["mean_accepted_length"] == 1 and found["plain"]["acceptance_rate"] is None
     assert found["plain"]["exact_match_rate"] is None and found["plain"]["speedup_vs_hf"] == pytest.approx(1.5)
