@@ -27,7 +27,11 @@ def comparison(summaries: Mapping[str, dict[str, Any]], configs: Mapping[str, di
         _differing("Environments that differ", environments, letters),
         Section(
             "Fidelity",
-            items=[f"{letters[name]}: {found['verdict']}" for name in names for found in summaries[name]["fidelity"]],
+            items=[
+                f"{letters[name]}, {found['run']}: {found['verdict']}"
+                for name in names
+                for found in summaries[name]["fidelity"]
+            ],
         ),
     ]
 

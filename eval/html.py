@@ -33,7 +33,6 @@ def html(summary: dict[str, Any], traces: Sequence[dict[str, Any]]) -> str:
         title="Evaluation",
         target=environment.get("target"),
         command=environment.get("command"),
-        fidelity=summary["fidelity"],
         warnings=warnings(summary),
         sections=sections(summary),
         plots=[(title, svg(figure)) for title, figure in figures(summary)],
@@ -42,8 +41,7 @@ def html(summary: dict[str, Any], traces: Sequence[dict[str, Any]]) -> str:
 
 
 def page(**content: Any) -> str:
-    """The template, filled: title and sections, and where there are any target, command, fidelity, warnings, plots and
-    traces."""
+    """The template, filled: title and sections, and where there are any target, command, warnings, plots and traces."""
     return _template().render(**content)
 
 

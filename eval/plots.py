@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.cells import conditions, label
+from eval.sections import by_cause
 
 Row = dict[str, Any]
 
@@ -37,8 +38,11 @@ def figures(summary: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         for conditions_, kept in _by_conditions(drafted).items():
             if len({row["batch_size"] for row in kept}) > 1:
                 yield f"Speed-up of decoding by batch size{conditions_}", speedup_by_batch_size(kept)
-        for found in summary["fidelity"]:
-            yield f"Divergences by cause, of {found['command']}", divergences_by_cause(found["causes"])
+        if runs := summary["fidelity"]:
+            yield (
+                f"Divergences by cause, of {len(runs)} run(s) of specdec fidelity",
+                divergences_by_cause(by_cause(runs)),
+            )
 
 
 def acceptance_by_position(rows: Sequence[Row]) -> Figure:
@@ -80,7 +84,7 @@ def divergences_by_cause(causes: Mapping[str, int]) -> Figure:
     names = list(causes)
     bars = axes.barh(names[::-1], [causes[name] for name in names[::-1]], color=COLORS[0])
     axes.bar_label(bars, padding=3)
-    axes.margins(x=0.12)
+    axes.set_xlim(0, 1.12 * max(1, *causes.values()))
     axes.grid(axis="y", visible=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     return figure

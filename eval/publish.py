@@ -58,11 +58,9 @@ def publish(folder: Folder, complete: bool | None, to_wandb: bool) -> dict[str, 
 
 def _fidelity(folder: Folder) -> list[dict[str, Any]]:
     """What `specdec fidelity` found, where its folder is inside this one."""
-    files = sorted(folder.path.glob("*/fidelity.json"))
-    found = [folder.read_json(str(file.relative_to(folder.path))) for file in files]
-    return [
-        {"verdict": one["verdict"], "causes": one["causes"], "command": one["environment"]["command"]} for one in found
-    ]
+    files = [file.relative_to(folder.path) for file in sorted(folder.path.glob("*/fidelity.json"))]
+    found = [(file.parent.name, folder.read_json(str(file))) for file in files]
+    return [{"run": run, "verdict": one["verdict"], "causes": one["causes"]} for run, one in found]
 
 
 def show(summary: dict[str, Any], as_json: bool) -> None:

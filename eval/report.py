@@ -27,7 +27,6 @@ def markdown(summary: dict[str, Any]) -> str:
     """report.md as text, from the content of summary.json. A warning comes before everything else."""
     first = [f"**{warning}**" for warning in warnings(summary)]
     parts = [*first, "# Evaluation", f"Command: `{summary['environment'].get('command', 'unknown')}`"]
-    parts += [f"Fidelity: **{found['verdict']}** (`{found['command']}`)" for found in summary["fidelity"]]
     return "\n\n".join([*parts, *map(section_text, sections(summary))]) + "\n"
 
 

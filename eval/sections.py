@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from eval.cells import ACCEPTANCE, CATEGORY, MAIN, NONE, SPEED, cells, label, memory_line, phases_line
 from eval.divergence import TIE
+from eval.fidelity.settings import NOT_LOSSLESS
 
 Row = dict[str, Any]
 
@@ -71,6 +73,8 @@ def warnings(summary: dict[str, Any]) -> list[str]:
         found.append(f"LOSSY: the output of {', '.join(lossy)} does not follow the target model.")
     if not summary["complete"]:
         found.append("Interrupted: the numbers below are of the batches that were finished.")
+    wrong = [run for run in summary["fidelity"] if run["verdict"].startswith(NOT_LOSSLESS)]
+    found += [f"{run['run']}: {run['verdict']}" for run in wrong]
     failed = [label(row, summary["rows"]) for row in summary["rows"] if row["error"] is not None]
     if failed:
         found.append(f"Failed: {'; '.join(failed)}. The tracebacks are at the end.")
@@ -82,6 +86,7 @@ def sections(summary: dict[str, Any]) -> list[Section]:
     rows = summary["rows"]
     drafted = [row for row in rows if row["mean_accepted_length"] is not None and row["drafted_per_step"]]
     found = [
+        _fidelity(summary["fidelity"]) if summary["fidelity"] else None,
         Section("Results", "", *cells(rows, MAIN), terms=MAIN_TERMS),
         Section("Acceptance", "", *cells(drafted, ACCEPTANCE), terms=ACCEPTANCE_TERMS) if drafted else None,
         Section("Speed", "", *cells([row for row in rows if row["error"] is None], SPEED), terms=SPEED_TERMS),
@@ -97,6 +102,23 @@ def sections(summary: dict[str, Any]) -> list[Section]:
         Section("Environment", items=list(_environment(summary["environment"]))),
     ]
     return [section for section in found if section is not None]
+
+
+def by_cause(runs: Sequence[Row]) -> dict[str, int]:
+    """The divergences of several runs of `specdec fidelity`, as the summary lists them, added up."""
+    return {cause: sum(run["causes"][cause] for run in runs) for cause in runs[0]["causes"]}
+
+
+def _fidelity(runs: Sequence[Row]) -> Section:
+    total = Counter(by_cause(runs))
+    share = f", {total['unexplained'] / total.total():.1%}" if total.total() else ""
+    text = (
+        f"Is the output still the target model's? Each run of specdec fidelity is a folder beside this report, with "
+        f"the evidence in its fidelity.md. First divergences by cause: {total.total()} in all, of which unexplained "
+        f"{total['unexplained']}{share}."
+    )
+    lines = [[run["run"], run["verdict"], *map(str, run["causes"].values())] for run in runs]
+    return Section("Fidelity", text, ["run", "verdict", *total], lines)
 
 
 def _categories(rows: Sequence[Row]) -> Section | None:

@@ -123,7 +123,8 @@ def fidelity(
     self_checked: Annotated[
         bool,
         typer.Option(
-            "--self-check", help="Inject known bugs instead, drafting with the target's first layers, and catch each."
+            "--self-check",
+            help="Inject known bugs instead, drafting with the target but for its middle layers, and catch each.",
         ),
     ] = False,
     as_json: AsJson = False,

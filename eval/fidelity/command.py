@@ -19,8 +19,8 @@ from eval.fidelity.observe import observe
 from eval.fidelity.report import markdown, summary
 from eval.fidelity.results import Result
 from eval.fidelity.selfcheck import self_check
-from eval.fidelity.settings import Settings
-from eval.fidelity.verdict import NOT_LOSSLESS, examine, verdict
+from eval.fidelity.settings import NOT_LOSSLESS, Settings
+from eval.fidelity.verdict import examine, verdict
 from eval.folder import Folder
 from eval.methods import EncodedPrompt, Request, check_room
 from specdec.call_checks import fitting_verifier

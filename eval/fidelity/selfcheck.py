@@ -15,8 +15,9 @@ from itertools import count
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from drafters.draft_model import DraftModelDrafter, first_layers
+from drafters.draft_model import DraftModelDrafter
 from eval.fidelity.bugs import MODEL_BUGS, Bug, keyed_by_position, less_or_equal, none
 from eval.fidelity.distribution import Statistic, all_tests
 from eval.fidelity.joint import joint_laws
@@ -29,6 +30,7 @@ from eval.fidelity.state import Envelope
 from eval.fidelity.toy import TREE, TableDrafter, toy_ladder
 from eval.fidelity.verdict import Finding, failed_tests, holm, single_findings
 from eval.folder import Folder
+from heads.submodel import layers_of, submodel
 from specdec.contracts import Draft, Scores
 from specdec.draws import FreshDraws
 from verifiers.block import BlockVerifier
@@ -103,10 +105,23 @@ def all_checks(ladder: Ladder) -> Iterator[Check]:
 
 
 def sampled(ladder: Ladder) -> Ladder:
-    """The ladder with sampling and a drafter that has a q: the target's own first layers."""
-    layers = ladder.model.config.num_hidden_layers
-    drafter = DraftModelDrafter(first_layers(ladder.model, max(1, 2 * layers // 3)))
+    """The ladder with sampling and a drafter whose q is near p, but is not p: it is both accepted and rejected."""
+    drafter = DraftModelDrafter(without_middle(ladder.model))
     return replace(ladder, drafter=drafter, verifier=RejectionVerifier, sampling=SAMPLING)
+
+
+def without_middle(model: PreTrainedModel) -> PreTrainedModel:
+    """The target without the middle tenth of its layers, at least one (Draft & Verify, Zhang et al. 2309.08168).
+
+    Raises ValueError for a model of one layer."""
+    total = len(layers_of(model))
+    if total == 1:
+        raise ValueError(
+            "--self-check drafts with the target's layers but the middle ones: give a target of two or more"
+        )
+    left_out = max(1, total // 10)
+    first = (total - left_out + 1) // 2
+    return submodel(model, [*range(first), *range(first + left_out, total)], share=True)
 
 
 def plain_envelope(ladder: Ladder) -> Envelope:

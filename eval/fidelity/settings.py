@@ -11,6 +11,7 @@ from specdec.registry import VERIFIERS, known
 ALPHA = 1e-3  # chance that a correct method fails any one of a run's distribution tests
 CONFIDENCE = 0.95  # of the upper bounds on distances
 LEVEL = ALPHA / 9  # at which any one test fails for certain, by Holm: two rungs' four tests and the joint law
+NOT_LOSSLESS = "NOT lossless"  # how the verdict begins on what is wrong
 POWER = 0.9  # chance with which the smallest detectable bias would have been detected
 
 

@@ -12,11 +12,10 @@ from eval.fidelity.joint import NARROW, joint_law, vocabulary
 from eval.fidelity.ladder import BATCHED, RUNGS, SPECULATIVE, Ladder
 from eval.fidelity.replay import TOLERANCE
 from eval.fidelity.results import Result
-from eval.fidelity.settings import CONFIDENCE
+from eval.fidelity.settings import CONFIDENCE, NOT_LOSSLESS
 from eval.fidelity.state import Envelope
 
 JOINT_ROWS = 4000
-NOT_LOSSLESS = "NOT lossless"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from eval.cells import MAIN
 from eval.divergence import Divergence
 from eval.memory import Memory
 from eval.report import markdown, markdown_table, terminal_table
+from eval.sections import by_cause
 from eval.summary import categories, table
 from tests.eval.samples import failure, record
 
@@ -114,11 +115,18 @@ def test_categories_are_tabled_where_there_are_several():
 
 def test_fidelity_is_said_before_any_number():
     found = summary() | {
-        "fidelity": [{"verdict": "NOT lossless: 3 x rule", "causes": {}, "command": "specdec fidelity"}]
+        "fidelity": [
+            {"run": "a", "verdict": "NOT lossless: 3 x rule", "causes": {"rule": 3, "batch": 1, "unexplained": 0}},
+            {"run": "b", "verdict": "differs: precision only", "causes": {"rule": 0, "batch": 3, "unexplained": 1}},
+        ]
     }
     text = markdown(found)
-    assert "Fidelity: **NOT lossless: 3 x rule** (`specdec fidelity`)" in text
-    assert text.index("NOT lossless") < text.index("## Results")
+    assert text.startswith("**a: NOT lossless: 3 x rule**\n\n# Evaluation")
+    assert "8 in all, of which unexplained 1, 12.5%." in text
+    assert "| run | verdict | rule | batch | unexplained |" in text
+    assert "| b | differs: precision only | 0 | 3 | 1 |" in text
+    assert text.index("## Fidelity") < text.index("## Results")
+    assert by_cause(found["fidelity"]) == {"rule": 3, "batch": 4, "unexplained": 1}
 
 
 def test_cells_cannot_break_a_table():

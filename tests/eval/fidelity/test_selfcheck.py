@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import eval.fidelity.selfcheck as selfcheck
 from eval.fidelity.bugs import MODEL_BUGS, Bug, keyed_by_position, less_or_equal, none
@@ -83,3 +84,19 @@ def test_the_table_and_the_exit_status(tmp_path, monkeypatch, capsys):
     assert selfcheck.self_check(None, folder, as_json=False) == 1 and "WRONG" in capsys.readouterr().out
     checks[-1] = selfcheck.Check("stale slot", "model", "", "", 10, [])  # a bug that went unnoticed
     assert selfcheck.self_check(None, folder, as_json=True) == 1
+
+
+def test_the_drafter_is_the_target_but_for_its_middle_layers():
+    def of_layers(count: int):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=count, **sizes))
+
+    model = of_layers(5)
+    kept, layers = (
+        [layer.self_attn.q_proj.weight for layer in one.model.layers]
+        for one in (selfcheck.without_middle(model), model)
+    )
+    assert len(kept) == 4 and all(a is b for a, b in zip(kept, [*layers[:2], *layers[3:]], strict=True))
+    assert len(selfcheck.without_middle(of_layers(30)).model.layers) == 27
+    with pytest.raises(ValueError, match="give a target of two or more"):
+        selfcheck.without_middle(of_layers(1))
