@@ -78,13 +78,15 @@ def methods_at(
 
 
 def _hf_drafted(loaded: LoadedModel, request: Request, drafted: Sequence[Speculation]) -> list[Method]:
-    """HF's counterparts of our drafters: prompt lookup for the first n-gram one, an assistant for each draft model."""
+    """HF's counterparts of our drafters: prompt lookup for the first n-gram one, an assistant for each draft model but
+    for those with a reduced vocabulary, which HF cannot verify."""
     found = []
     lookups = [speculation for speculation in drafted if speculation.source == "ngram" and speculation.length]
     if lookups:
         found.append(prompt_lookup(loaded.model, request, lookups[0].length))
     for speculation in drafted:
-        if isinstance(speculation.drafter, DraftModelDrafter) and speculation.length:
-            assistant = speculation.drafter.model.model
+        drafter = speculation.drafter
+        if isinstance(drafter, DraftModelDrafter) and drafter.ids is None and speculation.length:
+            assistant = drafter.model.model
             found.append(assisted(speculation.text, loaded.model, request, assistant, speculation.length))
     return found

@@ -72,6 +72,17 @@ def test_a_traced_request_is_the_grids_request(loaded, temperature):
         assert [emitted] == method.generate([prompt], 12).tokens
 
 
+@pytest.mark.parametrize(("draft_ids", "rows"), [(None, ["hf + d"]), ([3, 5, 8], [])])
+def test_a_draft_model_with_a_vocabulary_of_its_own_has_no_row_of_hfs(loaded, draft_ids, rows):
+    """HF subtracts the assistant's distribution from the target's, which have different widths then."""
+    from eval.grid import methods_at
+
+    draft = tiny("llama", seed=1, vocab=VOCAB)
+    draft.config.draft_ids = draft_ids
+    methods = methods_at(0.0, loaded, [Speculation("d", "draft_model", DraftModelDrafter(draft), 3)], settings())
+    assert [method.name for method in methods if method.name.startswith("hf + ")] == rows
+
+
 def test_what_raises_ends_its_own_trace(loaded):
     class Raises(DraftModelDrafter):
         def propose(self, rows, budget, draws):
