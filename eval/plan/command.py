@@ -49,7 +49,7 @@ def measure(
     costs = work.measured(loaded, texts, built, batch_sizes, contexts)
     with writing(out):
         costs.write(out / "costs.json")
-    print(json.dumps(asdict(costs), indent=2) if as_json else show.fitted_line(costs))
+    say(asdict(costs), as_json, show.fitted_line(costs))
 
 
 def predict(*, out: Path, batch_sizes: Sequence[int], contexts: Sequence[int], as_json: bool, **given: Any) -> None:
@@ -70,13 +70,8 @@ def predict(*, out: Path, batch_sizes: Sequence[int], contexts: Sequence[int], a
     with writing(out):
         write_json(found, out / "prediction.json")
         plots.plot_prediction(rows, described, out / "prediction.png")
-    if as_json:
-        print_json(found)
-        return
-    print(described)
-    print_table(show.as_table(rows, show.PREDICTION, "context"))
-    for context, runs in paying.items():
-        print(show.verdict(context, runs))
+    verdicts = [show.verdict(context, runs) for context, runs in paying.items()]
+    say(found, as_json, described, show.as_table(rows, show.PREDICTION, "context"), *verdicts)
 
 
 def check(
@@ -103,11 +98,8 @@ def check(
         costs.write(out / "costs.json")
         write_json(found, out / "check.json")
         plots.plot_check(rows, TOLERANCE, out / "check.png")
-    if as_json:
-        print_json(found)
-    else:
-        print_table(show.as_table(rows, show.CHECK, "batch_size"))
-        print(f"largest error {max(abs(row['error']) for row in rows):.0%}; at most {TOLERANCE:.0%} is asked for")
+    largest = f"largest error {max(abs(row['error']) for row in rows):.0%}; at most {TOLERANCE:.0%} is asked for"
+    say(found, as_json, show.as_table(rows, show.CHECK, "batch_size"), largest)
     if not within(rows):
         sys.exit(1)
 
@@ -142,11 +134,7 @@ def split_phases(
     with writing(out):
         write_json(found, out / "split.json")
         plots.plot_split(rows, limits, out / "split.png")
-    if as_json:
-        print_json(found)
-    else:
-        print_table(show.as_table(rows, show.SPLIT, "devices"))
-        print(show.limits_line(limits, decode_speedup))
+    say(found, as_json, show.as_table(rows, show.SPLIT, "devices"), show.limits_line(limits, decode_speedup))
 
 
 def make_folder(out: Path) -> None:
@@ -168,10 +156,11 @@ def write_json(found: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def print_json(found: dict[str, Any]) -> None:
-    print(json.dumps(found, indent=2))
-
-
-def print_table(shown: Table) -> None:
-    """As wide as the terminal, or wide enough where there is none."""
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(shown)
+def say(found: dict[str, Any], as_json: bool, *parts: str | Table) -> None:
+    """Print `found` as JSON, or else lines and tables, as wide as the terminal or 160 where there is none."""
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    for part in parts:
+        print(part) if isinstance(part, str) else console.print(part)

@@ -1,13 +1,10 @@
 """`specdec eval` on a tiny model, for the tests of its parts."""
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
 import eval.command
-from specdec.cli import app
 from specdec.models import LoadedModel
+from tests.eval.samples import command
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
@@ -23,11 +20,4 @@ def model(monkeypatch):
 
 @pytest.fixture
 def evaluate(tmp_path, model):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": f"p{n}", "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
-
-    def invoke(*options: str):
-        fixed = ["eval", "--prompts", str(path), "--batch-sizes", "1,2", "--max-new-tokens", "10", "--raw"]
-        return CliRunner().invoke(app, [*fixed, "--out", str(tmp_path / "out"), *options])
-
-    return invoke
+    return command("eval", tmp_path, PROMPTS, "--batch-sizes", "1,2", "--max-new-tokens", "10")

@@ -1,9 +1,16 @@
-"""Records and prompts that the evaluation's tests share."""
+"""Records, prompts and commands that the evaluation's tests share."""
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+from click.testing import Result
+from typer.testing import CliRunner
 
 from eval.methods import EncodedPrompt
 from eval.runner import Failure, Record
+from specdec.cli import app
 
 PHASES = {"draft": 1.0, "forward": 6.0, "verify": 2.0, "loop": 1.0, "prefill": 5.0}
 BASE = Record(
@@ -85,3 +92,11 @@ def failure(method: str, **changes) -> Failure:
         "traceback": "Traceback (most recent call last):\n  line\nRuntimeError: boom\n",
     }
     return Failure(**fields | changes)
+
+
+def command(name: str, folder: Path, texts: Sequence[str], *fixed: str) -> Callable[..., Result]:
+    """What runs `specdec name` with further options on prompts of these texts, p0 and so on, in `folder`/out."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": f"p{n}", "prompt": text}) + "\n" for n, text in enumerate(texts)))
+    always = [name, "--prompts", str(path), "--raw", "--out", str(folder / "out"), *fixed]
+    return lambda *options: CliRunner().invoke(app, [*always, *options])

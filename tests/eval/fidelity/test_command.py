@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import eval.fidelity.command
 import eval.fidelity.verdict
-from specdec.cli import app
 from specdec.models import LoadedModel
+from tests.eval.samples import command
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
@@ -26,14 +25,7 @@ def model(monkeypatch):
 
 @pytest.fixture
 def fidelity(tmp_path, model):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": f"p{n}", "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
-
-    def invoke(*options: str):
-        fixed = ["fidelity", "--prompts", str(path), "--batch-size", "2", "--max-new-tokens", "16", "--raw"]
-        return CliRunner().invoke(app, [*fixed, "--out", str(tmp_path / "out"), *options])
-
-    return invoke
+    return command("fidelity", tmp_path, PROMPTS, "--batch-size", "2", "--max-new-tokens", "16")
 
 
 def report(tmp_path) -> dict:
