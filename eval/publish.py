@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
 
 from eval.cells import memory_line, phases_line
 from eval.divergence import divergences
 from eval.folder import Folder
 from eval.html import html
-from eval.report import markdown, terminal_table
+from eval.report import markdown, plain_console, terminal_table
 from eval.runs import sound
 from eval.summary import categories, plain_across_batch_sizes, table
 
@@ -69,7 +66,7 @@ def show(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = plain_console()
     console.print(terminal_table(rows))
     for row in rows:
         if row["phase_shares"]:

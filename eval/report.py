@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from eval.cells import MAIN, cells
 from eval.sections import Section, sections, warnings
+
+
+def plain_console() -> Console:
+    """Prints text as it is to standard output, tables as wide as the terminal, or 160 where there is none."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def terminal_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from eval.plan import plots, show, split
@@ -19,6 +18,7 @@ from eval.plan.costs import Costs
 from eval.plan.predict import MeasuredCost, Planner, table
 from eval.plan.setup import planner_of
 from eval.plan.workload import Workload, check_positive
+from eval.report import plain_console
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import LoadedModel
@@ -157,10 +157,10 @@ def write_json(found: dict[str, Any], path: Path) -> None:
 
 
 def say(found: dict[str, Any], as_json: bool, *parts: str | Table) -> None:
-    """Print `found` as JSON, or else lines and tables, as wide as the terminal or 160 where there is none."""
+    """Print `found` as JSON, or else the lines and tables."""
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = plain_console()
     for part in parts:
         print(part) if isinstance(part, str) else console.print(part)
