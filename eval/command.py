@@ -164,7 +164,7 @@ class Evaluation:
         ours = [record for record in sound(self.folder.read()) if record.dtype == dtype]
         encoded = {prompt.id: prompt.tokens for prompt in self.prompts}
         found = divergences(ours, Margins(loaded.model, encoded))
-        self.measured["divergences"] += [asdict(divergence) | {"tie": divergence.tie} for divergence in found]
+        self.measured["divergences"] += [divergence.as_row() for divergence in found]
         for temperature in self.settings.temperatures:
             chosen = self.prompts[: self.traces]
             self.measured["traces"] += trace(temperature, loaded, drafted, chosen, self.settings)

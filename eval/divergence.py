@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,6 +42,10 @@ class Divergence:
     def tie(self) -> bool:
         """Whether both tokens were as good as the most probable one."""
         return self.gap is not None and self.gap < TIE
+
+    def as_row(self) -> dict[str, Any]:
+        """As summary.json lists it."""
+        return asdict(self) | {"tie": self.tie}
 
 
 def first_difference(tokens: Sequence[int], control: Sequence[int]) -> int | None:

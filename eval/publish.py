@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from eval.cells import memory_line, phases_line
@@ -26,7 +25,7 @@ def summarise(folder: Folder, complete: bool | None = None) -> dict[str, Any]:
     records = sound(results)
     if complete is None:
         complete = folder.read_json(SUMMARY, {}).get("complete", False)
-    unmeasured = [asdict(one) | {"tie": one.tie} for one in ([] if complete else divergences(records, None))]
+    unmeasured = [one.as_row() for one in ([] if complete else divergences(records, None))]
     return {
         "rows": table(results),
         "complete": complete,

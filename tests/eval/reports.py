@@ -52,7 +52,7 @@ def summary() -> dict:
         "complete": True,
         "categories": categories(records),
         "plain_across_batch_sizes": plain_across_batch_sizes(records),
-        "divergences": [asdict(one) | {"tie": one.tie} for one in found],
+        "divergences": [one.as_row() for one in found],
         "memory": [asdict(memory) | {"share": memory.share}],
         "environment": ENVIRONMENT,
         "fidelity": [FIDELITY, FIDELITY | {"run": "ngram", "verdict": "lossless within 0.1", "causes": NONE}],

@@ -25,7 +25,7 @@ def summary(divergences=(), complete=True, more=(), **changes) -> dict:
         "environment": ENVIRONMENT,
         "complete": complete,
         "plain_across_batch_sizes": across,
-        "divergences": [asdict(divergence) | {"tie": divergence.tie} for divergence in divergences],
+        "divergences": [divergence.as_row() for divergence in divergences],
         "memory": [MEMORY],
         "fidelity": [],
     }
