@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.runner import Failure, Record
-from specdec.disk import writing
+from specdec.disk import make_folder, writing
 
 Result = Record | Failure
 
@@ -64,16 +64,9 @@ class Folder:
         """Make the folder ready and return what it holds of finished jobs. For one process of several."""
         if self._holds_results():
             return self.merge()
-        self.make()
+        make_folder(self.path)
         self.write_json("config.json", config)
         return []
-
-    def make(self) -> None:
-        """Raises ValueError where `path` is no folder and cannot become one."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be made a folder ({error.strerror}): give another --out") from None
 
     def append(self, results: Sequence[Result]) -> None:
         """Add what one job gave at once, so that a kill leaves whole jobs but for the last one's tail."""

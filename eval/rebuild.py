@@ -12,6 +12,7 @@ from eval.folder import Folder
 from eval.html import page
 from eval.publish import publish, show
 from eval.report import section_text
+from specdec.disk import make_folder
 
 COMPARED = "Comparison"
 
@@ -38,8 +39,8 @@ def run(folders: Sequence[Path], out: Path | None = None, as_json: bool = False,
         show(next(iter(summaries.values())), as_json)
         return
     sections = comparison(summaries, {str(folder.path): folder.read_json("config.json") for folder in opened})
+    make_folder(out)
     compared = Folder(out)
-    compared.make()
     text = "\n\n".join([f"# {COMPARED}", *map(section_text, sections)]) + "\n"
     compared.write_text("report.md", text)
     compared.write_text("report.html", page(title=COMPARED, sections=sections))

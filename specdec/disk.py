@@ -21,6 +21,14 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
+def make_folder(path: Path) -> None:
+    """Make `path` a folder, and those that it lies in. Raises ValueError where it cannot become one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be made a folder ({error.strerror}): give another --out") from None
+
+
 @contextmanager
 def reading(failed: str) -> Iterator[None]:
     """Goes around what other libraries make of files that may be damaged.

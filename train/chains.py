@@ -39,8 +39,8 @@ class ChainSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("acceptance_prompts", "acceptance_tokens"):
-            self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("acceptance_prompts", self.acceptance_prompts >= 1, "at least 1")
+        self._check("acceptance_tokens", self.acceptance_tokens >= 3, "at least 3: room for a draft")
         self._check("draft_vocab_size", self.draft_vocab_size is None or self.draft_vocab_size >= 1, "at least 1")
         self._check("held_out", self.held_out > 0, "more than 0: every run ends with an evaluation on held-out prompts")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 KEPT = 2  # the last ones, beside the best
+CONTENT = ("weights", "optimizer", "schedule", "best_step", "best_loss", "random")  # of a file
 SAVED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 LOADED = StateDictOptions(full_state_dict=True, strict=False)  # not strict: the frozen parameters are not in the file
 
@@ -123,8 +123,9 @@ class Checkpoints:
     def _read(self, step: int, earlier: Iterable[int]) -> dict:
         path = self._path(step)
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            return {key: content[key] for key in CONTENT}
+        except Exception as error:  # flipped bytes end in whatever the unpickler makes of them
             raise ValueError(
                 f"checkpoint {path} is damaged ({_line(error)}): remove it to resume {_from(list(earlier))}"
             ) from error

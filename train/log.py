@@ -73,12 +73,20 @@ class Log:
 def _reopened(path: Path, done: int) -> TextIO:
     """The file at `path` for further lines, cut after those of step `done`: what a killed run wrote after its last
     checkpoint comes again, and the line that it was writing may be half a line."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for number, line in enumerate(lines, 1) if line.endswith(b"\n") and _step(path, number, line) <= done]
     made = path.with_name(f".{path.name}")
-    made.write_text("".join(kept))
+    made.write_bytes(b"".join(kept))
     os.replace(made, path)
     return path.open("a")
+
+
+def _step(path: Path, number: int, line: bytes) -> int:
+    """The step of a line. Raises ValueError that names the line where it holds none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # not UTF-8 or not JSON; not an object with a step
+        raise ValueError(f"{path}, line {number}, is damaged: remove the line to go on without it") from None
 
 
 def _progress() -> Progress:

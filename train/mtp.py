@@ -68,7 +68,7 @@ def drafters(folder: Path, loaded: LoadedModel) -> dict[str, tuple[MTPDrafter, i
     head = MTPHead.from_pretrained(folder, loaded.model)
     depths = head.about["depths"]
     found = {"mtp": (MTPDrafter(head), depths)}
-    if head.config.layers == 1:
+    if head.config.layers == 1 and head.config.draft_vocab_size != 1:
         found["mtp:top_k=2"] = (MTPDrafter(head, top_k=2), 2 * depths)
     return found
 

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from specdec.disk import make_folder
+
 META = "meta.json"
 
 
@@ -23,7 +25,7 @@ def claim(folder: Path, made_from: dict[str, Any]) -> None:
     Raises ValueError, which names the first entry that differs, where the contents were made from something else, and
     where that cannot be told.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     names = os.listdir(folder)
     if META not in names:
         if any(not name.startswith(".") for name in names):

@@ -102,11 +102,18 @@ def read(
             f"{folder} lacks {len(missing)} of {len(batches)} batches of responses, the first of them batch "
             f"{missing[0]}: run again to make them"
         )
-    return [
-        Example(prompt.id, prompt.tokens + done[number][prompt.id], len(prompt.tokens))
-        for number, batch in enumerate(batches)
-        for prompt in batch
-    ]
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    found = []
+    for number, batch in enumerate(batches):
+        for prompt in batch:
+            answer = done[number].get(prompt.id)
+            if answer is None or max(answer, default=0) >= vocabulary:
+                raise ValueError(
+                    f"{folder} has no answer in the target's tokens to prompt {prompt.id!r} in batch {number}: remove "
+                    f"that batch's line"
+                )
+            found.append(Example(prompt.id, prompt.tokens + answer, len(prompt.tokens)))
+    return found
 
 
 def fixed_batches(prompts: Sequence[TrainPrompt], batch_size: int) -> list[list[TrainPrompt]]:
@@ -155,10 +162,16 @@ def _finished(folder: Path) -> dict[int, Answers]:
         for place, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-                found[row["batch"]] = row["responses"]
-            except (ValueError, KeyError, TypeError):  # not UTF-8 or not JSON; not an object of these fields
+                found[row["batch"]] = {id: list(map(_token, tokens)) for id, tokens in row["responses"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError):  # not UTF-8 or not JSON; not of these fields
                 raise ValueError(f"{path}, line {place}, is not a batch of responses: remove the line") from None
     return found
+
+
+def _token(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no token id")
+    return value
 
 
 def _progress(shown: bool) -> Progress:

@@ -10,9 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eval.methods import Request
+from heads.saved import fingerprint
 from specdec.contracts import Drafter
 from specdec.models import LoadedModel, load_target
-from train import data
+from train import data, provenance
 from train.batches import Batches, Example, show_example
 from train.chains import ChainRecipe, ChainSettings
 from train.finish import finish
@@ -42,6 +43,8 @@ def run(
     accelerator = make_accelerator(settings)
     loaded = load_target(settings.target, settings.dtype, str(accelerator.device))
     loaded.model.requires_grad_(False)
+    # The target's path is in the settings; that it still holds the weights of the checkpoints is told here.
+    provenance.claim(Path(settings.out) / "checkpoints", {"target": fingerprint(loaded.model)})
     training, held_out = examples(settings, loaded, accelerator)
     draft_ids = None
     if settings.draft_vocab_size is not None:

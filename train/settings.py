@@ -16,6 +16,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
+from specdec.disk import make_folder
 from train.losses import LossName
 
 SETTINGS_FILE = "settings.yaml"
@@ -152,7 +153,7 @@ def claim(settings: TrainSettings) -> None:
                 f"{folder} holds a run of these settings: add --resume to go on with it, or give another --out"
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     made = folder / f".{SETTINGS_FILE}-{os.getpid()}"  # several processes may write, each the same
     made.write_text(yaml.safe_dump(asdict(settings), sort_keys=False))
     os.replace(made, recorded)
@@ -160,7 +161,7 @@ def claim(settings: TrainSettings) -> None:
 
 def _check_same(settings: TrainSettings, recorded: Path) -> None:
     try:
-        before = yaml.safe_load(recorded.read_text())
+        before = yaml.safe_load(recorded.read_bytes())
     except yaml.YAMLError:
         before = None
     if not isinstance(before, dict):

@@ -60,6 +60,11 @@ class CachedStates:
         self.device, self.width = model.device, hidden_size(model)
         self.ends = [0, *accumulate(len(example.tokens) for example in examples)]
         size = self.ends[-1] * self.width
+        if (folder / ARRAY).stat().st_size != size * model.dtype.itemsize:
+            raise ValueError(
+                f"{folder / ARRAY} has {(folder / ARRAY).stat().st_size} bytes where the states of all examples take "
+                f"{size * model.dtype.itemsize}: remove the folder to compute them again"
+            )
         self.states_MD = torch.from_file(str(folder / ARRAY), size=size, dtype=model.dtype).view(-1, self.width)
 
     def of(self, batch: Batch) -> Tensor:

@@ -85,9 +85,12 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: give the folder of a checkpoint, its {file.name} included")
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}): copy or download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__} and no object: copy or download it again")
+    return content
 
 
 def setting(config: Mapping[str, Any], name: str, file: Path) -> Any:

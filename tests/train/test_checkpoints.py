@@ -178,3 +178,18 @@ def test_a_checkpoint_is_only_read_as_plain_tensors(tmp_path: Path) -> None:
     torch.save({"weights": print}, tmp_path / "checkpoints" / "step-00000012.pt")
     with pytest.raises(ValueError, match="is damaged"):
         run(settings(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("damage", ["flipped bytes", "a list", "a part"])
+def test_a_damaged_checkpoint_is_refused_whatever_the_damage(damage: str, tmp_path: Path) -> None:
+    run(settings(tmp_path))
+    path = tmp_path / "checkpoints" / "step-00000012.pt"
+    if damage == "flipped bytes":
+        content = bytearray(path.read_bytes())
+        for place in range(0, len(content), 97):
+            content[place] ^= 255
+        path.write_bytes(content)
+    else:
+        torch.save([1, 2] if damage == "a list" else {"weights": {}}, path)
+    with pytest.raises(ValueError, match=r"step-00000012.pt is damaged .*remove it to resume from step 8"):
+        run(settings(tmp_path, resume=True))

@@ -131,3 +131,12 @@ def records(data: bytes) -> list[bytes]:
             found.append(parts)
         place += 7 + size
     return found
+
+
+@pytest.mark.parametrize("line", [b"{oops", b"[1]", b"{}", b"\x00\x00", b"\xff"])
+def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+    filled(tmp_path, range(1, 2))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2, is damaged: remove the line"):
+        filled(tmp_path, range(2, 4))

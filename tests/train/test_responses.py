@@ -211,13 +211,35 @@ def test_responses_made_otherwise_are_refused_by_what_differs(loaded, tmp_path):
     assert (tmp_path / "responses.jsonl").read_bytes() == whole
 
 
-@pytest.mark.parametrize("broken", [b"{", b"[]", b'{"batch": 0}', b"", b"\xff"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"{",
+        b"[]",
+        b'{"batch": 0}',
+        b"",
+        b"\xff",
+        b'{"batch": 1, "responses": [1]}',
+        b'{"batch": 1, "responses": {"a": [1.5]}}',
+    ],
+)
 def test_a_broken_line_is_named(loaded, tmp_path, broken):
     respond(loaded, PROMPTS, GREEDY, tmp_path)
     lines = (tmp_path / "responses.jsonl").read_bytes().splitlines()
     (tmp_path / "responses.jsonl").write_bytes(b"\n".join([lines[0], broken, *lines[2:]]) + b"\n")
     with pytest.raises(ValueError, match="responses.jsonl, line 2, is not a batch"):
         respond(loaded, PROMPTS, GREEDY, tmp_path)
+
+
+@pytest.mark.parametrize("answers", [{}, {prompt.id: [VOCAB] for prompt in PROMPTS}], ids=["missing", "no token"])
+def test_a_batch_without_an_answer_of_the_targets_is_named(loaded, tmp_path, answers):
+    respond(loaded, PROMPTS, GREEDY, tmp_path)
+    first, *others = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
+    number = json.loads(first)["batch"]
+    line = json.dumps({"batch": number, "responses": answers}) + "\n"
+    (tmp_path / "responses.jsonl").write_text("".join([line, *others]))
+    with pytest.raises(ValueError, match=f"no answer in the target's tokens to prompt .* in batch {number}: remove"):
+        read(loaded, PROMPTS, GREEDY, tmp_path)
 
 
 def test_a_full_disk_is_one_sentence(loaded, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A whole run on a tiny target: prompts in, a head that drafts out, with its card."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -74,3 +75,26 @@ def test_the_command_passes_its_arguments_on(target, tmp_path):
 def test_a_run_without_held_out_prompts_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match="held_out is 0.0: give more than 0"):
         train.medusa.main(arguments(target, tmp_path, "--held_out=0"))
+
+
+def test_too_few_tokens_to_draft_for_are_refused_before_the_run(target, tmp_path):
+    with pytest.raises(ValueError, match="acceptance_tokens is 2: give at least 3"):
+        train.medusa.main(arguments(target, tmp_path, "--acceptance_tokens=2"))
+
+
+def test_a_head_of_one_token_has_no_tree(target, tmp_path):
+    train.mtp.main(arguments(target, tmp_path, "--depths=2", "--draft_vocab_size=1"))
+    rows = [json.loads(line) for line in (tmp_path / "acceptance.jsonl").read_text().splitlines()]
+    assert {row["drafter"] for row in rows} == {"mtp"}
+
+
+def test_a_run_is_not_resumed_with_other_weights_of_the_target(target, tmp_path):
+    """Its responses, which hold the fingerprint too, are those of the new weights here."""
+    copy = tmp_path / "target"
+    shutil.copytree(target, copy)
+    own = [f"--target={copy / 'model'}", "--heads=2"]
+    train.medusa.main(arguments(target, tmp_path / "out", *own, f"--responses={copy / 'responses'}"))
+    shutil.rmtree(copy / "responses")
+    tiny("llama", seed=1, dtype=torch.float32, vocab=VOCAB).save_pretrained(copy / "model")
+    with pytest.raises(ValueError, match="checkpoints holds what was made with target="):
+        train.medusa.main(arguments(target, tmp_path / "out", *own, f"--responses={copy / 'responses'}", "--resume"))

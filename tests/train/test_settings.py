@@ -163,7 +163,14 @@ def test_resuming_what_never_began_is_refused(tmp_path: Path) -> None:
         claim(replace(settings(), out=str(tmp_path), resume=True))
 
 
-def test_damaged_settings_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("target: [")
+def test_a_file_is_no_folder_to_train_into(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match="out cannot be made a folder .*: give another --out"):
+        claim(replace(settings(), out=str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("content", [b"target: [", b"target: \xff", b"- 1"])
+def test_damaged_settings_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_bytes(content)
     with pytest.raises(ValueError, match="settings.yaml is damaged"):
         claim(replace(settings(), out=str(tmp_path)))

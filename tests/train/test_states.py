@@ -156,3 +156,13 @@ def test_a_cache_of_something_else_is_refused(tmp_path):
         for use in (cache_states, CachedStates):
             with pytest.raises(ValueError, match=f"{key}="):
                 use(*arguments, tmp_path)
+
+
+@pytest.mark.parametrize("size", [0.5, 2])
+def test_a_cache_of_another_size_is_refused(tmp_path, size):
+    model, examples = tiny("llama"), examples_of()
+    cache_states(model, "post_norm", examples, tmp_path)
+    whole = (tmp_path / "states.bin").read_bytes()
+    (tmp_path / "states.bin").write_bytes((2 * whole)[: int(size * len(whole))])
+    with pytest.raises(ValueError, match=f"has {int(size * len(whole))} bytes where the states of all .* {len(whole)}"):
+        CachedStates(model, "post_norm", examples, tmp_path)

@@ -124,6 +124,9 @@ def test_what_does_not_fit_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         fasterdecoding.read(tmp_path, model)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list and no object"):
+        fasterdecoding.read(tmp_path, model)
 
 
 def random_heads(model, **settings):
