@@ -34,6 +34,11 @@ class Acceptance:
         expected_length(self.accepted)  # checks that they are probabilities
         if not all(0 <= share <= 1 for share in self.drafted):
             raise ValueError(f"the shares of steps that draft each depth are {self.drafted}: each is between 0 and 1")
+        if any(deeper > share for share, deeper in itertools.pairwise(self.drafted)):
+            raise ValueError(
+                f"the shares of steps that draft each depth are {self.drafted}: a step that drafts a depth drafts all "
+                f"before it, so they never rise"
+            )
 
     @staticmethod
     def given(accepted: Sequence[float]) -> Acceptance:
@@ -66,6 +71,13 @@ class Acceptance:
     def mean_drafted(self, draft_length: int) -> float:
         """Drafted tokens per row and step."""
         return sum(self.drafted[:draft_length])
+
+    def drafted_shares(self, draft_length: int) -> list[float]:
+        """Shares of steps that draft exactly 0, 1, ..., `draft_length` tokens of a row.
+
+        drafted (2/3, 2/3) gives (1/3, 0, 2/3)."""
+        at_least = [1.0, *self.drafted[:draft_length], 0.0]
+        return [share - deeper for share, deeper in itertools.pairwise(at_least)]
 
 
 def of_folder(folder: Path, method: str | None, temperature: float | None) -> Acceptance:

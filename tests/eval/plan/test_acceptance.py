@@ -14,6 +14,8 @@ def test_by_hand():
     assert found.accepted == pytest.approx((1 / 3, 1)) and found.drafted == pytest.approx((2 / 3, 2 / 3))
     assert [found.length(n) for n in range(3)] == pytest.approx([1, 4 / 3, 5 / 3])
     assert [found.mean_drafted(n) for n in range(3)] == pytest.approx([0, 2 / 3, 4 / 3])
+    assert found.drafted_shares(2) == pytest.approx([1 / 3, 0, 2 / 3])
+    assert found.drafted_shares(1) == pytest.approx([1 / 3, 2 / 3]) and found.drafted_shares(0) == [1]
 
 
 def test_depths_that_no_step_reached_cost_and_give_nothing():
@@ -122,6 +124,7 @@ def test_a_row_that_is_not_clear_is_asked_for(tmp_path):
         (lambda: Acceptance.given([0.5, 1.5]), "an acceptance is 1.5"),
         (lambda: Acceptance((0.5,), (1.0, 1.0)), "as many of both"),
         (lambda: Acceptance((0.5,), (float("nan"),)), "between 0 and 1"),
+        (lambda: Acceptance((0.5, 0.5), (0.5, 0.6)), "they never rise"),
         (lambda: Acceptance.of_steps([(0, 0)]), "no step drafted"),
     ],
 )

@@ -1,6 +1,7 @@
 """Speed-ups by hand, the best draft length and the break-even batch by brute force, and which way they move."""
 
 import itertools
+import math
 
 import pytest
 
@@ -49,6 +50,34 @@ def test_drafts_that_are_not_always_there_cost_and_give_less():
     found = Planner(Roofline(dense(), DEVICE), FREE, MeasuredCost(FREE), Acceptance((0.5,), (0.5,)))
     assert found.speedup(200, 1, 0) == pytest.approx(1.0)
     assert found.speedup(10, 1, 0) == pytest.approx(1.5)
+
+
+def concave(rows: float, width: float, context: float) -> float:
+    """A forward whose first drafted token is what costs, as on a machine that computes one token apart."""
+    return rows**0.5 * (1 + max(width - 1, 0) ** 0.5)
+
+
+def rarely() -> Planner:
+    """A third of the steps drafts four tokens, the rest none."""
+    return Planner(concave, FREE, MeasuredCost(FREE), Acceptance((0.25, 1.0, 1.0, 1.0), (1 / 3,) * 4))
+
+
+def test_steps_that_draft_nothing_cost_a_plain_forward():
+    """At batch 1: two of three steps take 1, the third 1 + 2; the time at the mean width of 7/3 would be 2.15."""
+    assert rarely().parts(1, 4, 0)["t_verify"] == pytest.approx(5 / 3)
+    assert rarely().parts(1, 1, 0)["t_verify"] == pytest.approx(4 / 3)
+    assert rarely().parts(1, 0, 0)["t_verify"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8, 16])
+def test_the_mean_forward_of_a_batch_is_that_of_all_its_drafts(batch):
+    """Against the exact mean over how many of the rows draft; the time at the mean width (control) is not it."""
+    exact = sum(
+        math.comb(batch, n) * (1 / 3) ** n * (2 / 3) ** (batch - n) * concave(batch, 1 + 4 * n / batch, 0)
+        for n in range(batch + 1)
+    )
+    assert rarely().parts(batch, 4, 0)["t_verify"] == pytest.approx(exact, rel=0.002)
+    assert concave(batch, 1 + 4 / 3, 0) > 1.009 * exact
 
 
 def test_cost_of_a_draft_model_and_of_a_ratio():
