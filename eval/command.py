@@ -129,7 +129,7 @@ class Evaluation:
         if self.processes.is_first:
             about = described(loaded, {one.text: one.drafter for one in drafted})
             if self.folder.start(config):
-                check_weights(self.folder, about)
+                self.folder.check_weights(about)
             else:
                 (self.folder.path / ANSWERS).unlink(missing_ok=True)  # of a run that never came to a result
             self.folder.write_json("environment.json", about | {"processes": self.processes.count})
@@ -195,18 +195,6 @@ def check_prompts(prompts: Sequence[EncodedPrompt], max_new_tokens: int, model: 
     if repeated := [id for id, count in ids.items() if count > 1]:
         raise ValueError(f"two prompts have the id {repeated[0]!r}: give each its own")
     check_room(model, prompts, max_new_tokens)
-
-
-def check_weights(folder: Folder, about: dict[str, Any]) -> None:
-    """Refuse to go on with other weights than those that the folder's results come from.
-
-    about: `eval.environment.described` of what is loaded. Raises ValueError that names whose weights changed."""
-    before = folder.read_json("environment.json", {})
-    for key in about:
-        if key.startswith("weights") and before.get(key, about[key]) != about[key]:
-            raise ValueError(
-                f"{folder.path} holds a run with other {key} ({before[key]}, now {about[key]}): give another --out"
-            )
 
 
 def _requests(jobs: Sequence[Job]) -> int:

@@ -68,6 +68,17 @@ class Folder:
         self.write_json("config.json", config)
         return []
 
+    def check_weights(self, about: dict[str, Any]) -> None:
+        """Refuse to go on with other weights than those that the folder's results come from.
+
+        about: `eval.environment.described` of what is loaded. Raises ValueError that names whose weights changed."""
+        before = self.read_json("environment.json", {})
+        for key in about:
+            if key.startswith("weights") and before.get(key, about[key]) != about[key]:
+                raise ValueError(
+                    f"{self.path} holds a run with other {key} ({before[key]}, now {about[key]}): give another --out"
+                )
+
     def append(self, results: Sequence[Result]) -> None:
         """Add what one job gave at once, so that a kill leaves whole jobs but for the last one's tail."""
         with writing(self._mine), self._mine.open("a") as file:

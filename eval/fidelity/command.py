@@ -59,7 +59,11 @@ def run(
     loaded = load_target(chosen.target, chosen.dtype, chosen.device)
     print(f"target: {loaded.description}", file=sys.stderr)
     ladder = build_ladder(loaded, first_turns(sources, loaded, chosen.raw), spec, chosen)
+    about = described(loaded, {chosen.drafter: ladder.drafter})
     results = folder.start(config)
+    if results:
+        folder.check_weights(about)
+    folder.write_json("environment.json", about)
     if self_checked:
         sys.exit(self_check(ladder, folder, as_json))
     try:
@@ -68,7 +72,6 @@ def run(
     except KeyboardInterrupt:
         examination = examine(ladder, results, complete=False)
     line = verdict(ladder, results, examination)
-    about = described(loaded, {chosen.drafter: ladder.drafter})
     found = summary(ladder, results, examination, line, about)
     folder.write_json("fidelity.json", found)
     folder.write_text("fidelity.md", markdown(found))

@@ -92,6 +92,16 @@ def test_ctrl_c_while_differences_are_explained_leaves_a_report_that_claims_noth
     assert fidelity("--resume").stdout.startswith("lossless within")
 
 
+def test_a_run_is_not_continued_with_other_weights(tmp_path, fidelity, model):
+    fidelity()
+    before = (tmp_path / "out" / "environment.json").read_text()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    result = fidelity("--resume")
+    assert result.exit_code == 2 and "holds a run with other weights (" in result.stderr
+    assert (tmp_path / "out" / "environment.json").read_text() == before
+
+
 def test_json_is_alone_on_standard_output(tmp_path, fidelity):
     assert json.loads(fidelity("--json").stdout) == report(tmp_path)
 
