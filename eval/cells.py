@@ -71,6 +71,7 @@ def label(row: Row, rows: Sequence[Row]) -> str:
     return ", ".join(parts + [f"{name} {cell(row)}" for name, cell in conditions(rows).items()])
 
 
+VS_VLLM = "vs vLLM"
 MAIN: dict[str, Column] = {
     "method": method,
     "batch": lambda row: str(row["batch_size"]),
@@ -79,6 +80,7 @@ MAIN: dict[str, Column] = {
     "tokens/s": number("tokens_per_second", 1),
     "vs plain": speedup("speedup_vs_plain"),
     "vs HF": speedup("speedup_vs_hf"),
+    VS_VLLM: speedup("speedup_vs_vllm"),
     "same as plain": percent("exact_match_rate"),
     "differ": lambda row: NONE if row["divergences"] is None else f"{row['divergences']} of {row['requests']}",
 }
@@ -117,8 +119,10 @@ CATEGORY: dict[str, Column] = {
 
 
 def cells(rows: Sequence[Row], columns: dict[str, Column]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of a table, with columns for temperature and dtype after the batch where these differ."""
-    names = list(columns)
+    """Header and cells of a table, with columns for temperature and dtype after the batch where these differ, and
+    without one for vLLM where it did not run."""
+    compared = any(row["speedup_vs_vllm"] is not None for row in rows if VS_VLLM in columns)
+    names = [name for name in columns if name != VS_VLLM or compared]
     at = names.index("batch") + 1
     every = {name: columns[name] for name in names[:at]} | conditions(rows)
     every |= {name: columns[name] for name in names[at:]}

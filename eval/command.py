@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from drafters.ngram import NGramDrafter
 from eval.conversations import ANSWERS, all_turns, first_turns
 from eval.divergence import Margins, divergences
 from eval.environment import described
@@ -28,6 +30,7 @@ from eval.runs import CONTROL, sound
 from eval.settings import Settings
 from eval.sources import load_sources
 from eval.trace import trace
+from eval.vllm.rows import Engine, engines
 from specdec.drafter_spec import DrafterSpec
 from specdec.models import LoadedModel, load_target
 from specdec.prompts import Prompt
@@ -110,19 +113,30 @@ class Evaluation:
         """The part of the grid that has this dtype, and all else that needs its model."""
         loaded = load_target(self.settings.target, dtype, self.processes.device)
         print(f"target: {loaded.description}", file=sys.stderr)
+        if self.settings.ignore_eos:
+            loaded.model.generation_config.eos_token_id = None
         drafted = speculations(loaded, self.settings)
         if not self.prompts:
             firsts = first_turns(self.sources, loaded, self.settings.raw)
             check_prompts(firsts, self.settings.max_new_tokens, loaded.model)
             self.measured["memory"] = self._memory(loaded, drafted)
             self._start(config, loaded, drafted)
-        for temperature in self.settings.temperatures:
-            methods = methods_at(temperature, loaded, drafted, self.settings)
-            jobs = list(schedule(self.prompts, methods, self.settings.batch_sizes, self.settings.repeats))
-            self._execute(self.processes.of(jobs))
+        with self._vllm(loaded, drafted) as engines:
+            for temperature in self.settings.temperatures:
+                methods = methods_at(temperature, loaded, drafted, self.settings, engines)
+                jobs = list(schedule(self.prompts, methods, self.settings.batch_sizes, self.settings.repeats))
+                self._execute(self.processes.of(jobs))
         self.processes.wait()
         if self.processes.is_first:
             self._examine(loaded, drafted)
+
+    def _vllm(self, loaded: LoadedModel, drafted: Sequence[Speculation]) -> AbstractContextManager[dict[str, Engine]]:
+        """vLLM's engines, if they are to be compared; its n-grams beside the first n-gram drafter."""
+        if self.settings.vllm is None:
+            return nullcontext({})
+        ngram = next((one for one in drafted if isinstance(one.drafter, NGramDrafter) and one.fixed), None)
+        log = self.folder.path / "vllm.log"
+        return engines(self.settings.vllm, loaded.model, ngram and ngram.drafter, ngram.fixed if ngram else 0, log)
 
     def _start(self, config: dict[str, Any], loaded: LoadedModel, drafted: Sequence[Speculation]) -> None:
         """The first process readies the folder and the turns' answers; then all hold the same prompts and results."""
@@ -176,7 +190,7 @@ class Evaluation:
         rows = max(self.settings.batch_sizes)
         found = [measure(CONTROL, loaded.model, None, 0, rows, self.memory)]
         for one in drafted:
-            found.append(measure(one.text, loaded.model, one.drafter, one.length, rows, self.memory))
+            found.append(measure(one.text, loaded.model, one.drafter, one.longest, rows, self.memory))
         return [asdict(memory) | {"share": memory.share} for memory in found]
 
     def _finish(self, measured: dict[str, list[Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import specdec
@@ -11,19 +11,33 @@ from eval.hf import assisted, hf_method, prompt_lookup
 from eval.methods import Method, Request, engine_method
 from eval.runs import CONTROL, COUPLED_CONTROL
 from eval.settings import Settings
+from eval.vllm.rows import Engine, vllm_method
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.generation import DRAFT_LENGTH, LONGEST
 from specdec.models import LoadedModel
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """A drafter as one column of the grid: `text` is its name with its draft length where several were asked for."""
+    """A drafter as one column of the grid: `text` is its name with its draft length where several were asked for.
+
+    length: None = learned while decoding."""
 
     text: str
     source: str
     drafter: Drafter
-    length: int
+    length: int | None
+
+    @property
+    def longest(self) -> int:
+        """Most drafted tokens per step."""
+        return LONGEST if self.length is None else self.length
+
+    @property
+    def fixed(self) -> int:
+        """The length for an engine that does not learn it."""
+        return DRAFT_LENGTH if self.length is None else self.length
 
 
 def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
@@ -44,7 +58,8 @@ def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
             continue
         joint = "," if spec.options else ":"
         for length in settings.draft_lengths:
-            found.append(Speculation(f"{text}{joint}length={length}", spec.source, drafter, length))
+            shown = "auto" if length is None else length
+            found.append(Speculation(f"{text}{joint}length={shown}", spec.source, drafter, length))
     names = [one.text for one in found]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(
@@ -54,19 +69,24 @@ def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
 
 
 def methods_at(
-    temperature: float, loaded: LoadedModel, drafted: Sequence[Speculation], settings: Settings
+    temperature: float,
+    loaded: LoadedModel,
+    drafted: Sequence[Speculation],
+    settings: Settings,
+    engines: Mapping[str, Engine],
 ) -> list[Method]:
-    """What is run in turns at one temperature, Hugging Face's methods first.
+    """What is run in turns at one temperature, Hugging Face's methods first, then vLLM's `engines`.
 
     Plain decoding draws as the first rule that fits does. Where that is not the coupled rule but another one is, plain
     decoding runs in the coupled way too, as what the coupled outputs must equal."""
     model, verifiers = loaded.model, settings.verifiers_at(temperature)
     request = Request.of(model, settings.sampling(temperature), settings.seed)
 
-    def ours(name: str, drafter: Drafter | None, length: int, verifier: str) -> Method:
+    def ours(name: str, drafter: Drafter | None, length: int | None, verifier: str) -> Method:
         return engine_method(name, model, request, drafter, length, verifier, specdec.generate)
 
     methods = [hf_method(model, request), *_hf_drafted(loaded, request, drafted)]
+    methods += [vllm_method(name, engine, request) for name, engine in engines.items()]
     methods.append(ours(CONTROL, None, 0, verifiers[0]))
     if "coupled" in verifiers[1:]:
         methods.append(ours(COUPLED_CONTROL, None, 0, "coupled"))
@@ -81,12 +101,12 @@ def _hf_drafted(loaded: LoadedModel, request: Request, drafted: Sequence[Specula
     """HF's counterparts of our drafters: prompt lookup for the first n-gram one, an assistant for each draft model but
     for those with a reduced vocabulary, which HF cannot verify."""
     found = []
-    lookups = [speculation for speculation in drafted if speculation.source == "ngram" and speculation.length]
+    lookups = [speculation for speculation in drafted if speculation.source == "ngram" and speculation.fixed]
     if lookups:
-        found.append(prompt_lookup(loaded.model, request, lookups[0].length))
+        found.append(prompt_lookup(loaded.model, request, lookups[0].fixed))
     for speculation in drafted:
         drafter = speculation.drafter
-        if isinstance(drafter, DraftModelDrafter) and drafter.ids is None and speculation.length:
+        if isinstance(drafter, DraftModelDrafter) and drafter.ids is None and speculation.fixed:
             assistant = drafter.model.model
-            found.append(assisted(speculation.text, loaded.model, request, assistant, speculation.length))
+            found.append(assisted(speculation.text, loaded.model, request, assistant, speculation.fixed))
     return found

@@ -56,7 +56,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """tokens: per row, after the prompt; seconds: the whole call; stats: None where HF generated.
+    """tokens: per row, after the prompt; seconds: the whole call; stats: None where another engine generated.
 
     prefill_seconds: from the call until every row has its first token; prefill_tokens: how many all rows had by then.
     trees: whether a draft was a tree, whose acceptance probabilities are not listed by depth.
@@ -67,7 +67,7 @@ class Outcome:
     seconds: float
     prefill_seconds: float
     prefill_tokens: int
-    target_forwards: int
+    target_forwards: int | None
     stats: Stats | None
     trees: bool = False
     audit_seconds: float | None = None
@@ -77,7 +77,8 @@ class Outcome:
 class Method:
     """`generate(prompts, max_new_tokens)` runs one batch of at most `largest_batch` prompts (None: any number).
 
-    drafter: its name on the command line, if any.   draft_length: None where HF generates."""
+    drafter: its name on the command line, if any.   draft_length: None where it is learned while
+    decoding, and where another engine generates."""
 
     name: str
     drafter: str | None
@@ -93,7 +94,7 @@ def engine_method(
     model: PreTrainedModel,
     request: Request,
     drafter: Drafter | None,
-    draft_length: int,
+    draft_length: int | None,
     verifier: str | Verifier,
     engine: Callable[..., tuple[Tensor, Stats]],
 ) -> Method:

@@ -20,9 +20,9 @@ class Record:
     """One request under one method: a line of results.jsonl. What starts with `batch_` describes the whole batch.
 
     conversation: the id that the turns of one chat share.
-    draft_length: most drafted tokens per step; None where HF generated.
+    draft_length: most drafted tokens per step; None where it was learned, and where another engine generated.
     rows: rows of the batch, fewer than `batch_size` where the prompts ran out.
-    drafted, accepted: one entry per decode step of this request; None where HF generated.
+    drafted, accepted: one entry per decode step of this request; None where another engine generated.
     accept_prob: per decode step, that of each reached position, see `specdec.stats.RowStats`; None for trees too.
     batch_prefill_seconds: from the call until every row has its first token; batch_prefill_tokens were emitted by then.
     batch_phases: seconds of the decode steps by phase and of "prefill", see `specdec.stats.Stats`.
@@ -53,7 +53,7 @@ class Record:
     batch_prefill_tokens: int
     batch_phases: dict[str, float] | None
     batch_audit_seconds: float | None
-    batch_forwards: int
+    batch_forwards: int | None
     batch_decode_forwards: int | None
     batch_packed_tokens: int | None
     batch_syncs: int | None

@@ -15,13 +15,13 @@ Row = dict[str, Any]
 
 MAIN_TERMS = [
     ("method", "hf is Hugging Face generate, also with its own prompt lookup or assistant model; plain is this engine "
-     "without a drafter; the others are drafters."),
+     "without a drafter; vllm is vLLM, the others are drafters."),
     ("accepted length", "accepted drafted tokens + 1 per decode step and row, prefill excluded, before any cut at a "
      "stop."),
     ("acceptance", "accepted / drafted tokens."),
     ("tokens/s", "emitted tokens (stop token included) / seconds, prefill included; median over a batch's repeats."),
     ("vs plain, vs HF", "ratio of tokens/s on the same batch, timed in turns; median over batches and repeats "
-     "[quartiles]."),
+     "[quartiles]. vs vLLM is against the faster, at that batch size, of vLLM without and with its own n-grams."),
     ("same as plain", "requests whose tokens all equal plain decoding's at the same batch size; - for plain itself and "
      "where sampled outputs differ by design."),
     ("differ", "requests that do not, in the first pass; each is listed below."),

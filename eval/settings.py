@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,9 +24,11 @@ class Settings:
     prompts:      JSONL file, the name of a data set where `column` is given, or None for the built-in ones.
     column:       of the data set, with a text, a list of texts (turns) or a chat per row; split: of the data set.
     temperatures: 0 is greedy decoding; top_k and top_p hold at those above.
-    draft_lengths: of drafters whose own name gives none; 0 is plain decoding.
+    draft_lengths: of drafters whose own name gives none; 0 is plain decoding, None is learned while decoding.
     verifiers:    each runs at the temperatures that it fits.
     repeats:      how often each batch is timed with each method.
+    ignore_eos:   every request emits max_new_tokens.
+    vllm:         Python of an environment with vLLM, which then is compared too.
     """
 
     target: str
@@ -36,7 +39,7 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int | None = None
     top_p: float | None = None
-    draft_lengths: tuple[int, ...] = (5,)
+    draft_lengths: tuple[int | None, ...] = (5,)
     verifiers: tuple[str, ...] = ("auto",)
     seed: int = 0
     dtypes: tuple[str, ...] = ("auto",)
@@ -47,6 +50,8 @@ class Settings:
     raw: bool = False
     skip_bad: bool = False
     repeats: int = 1
+    ignore_eos: bool = False
+    vllm: str | None = None
 
     def __post_init__(self) -> None:
         lists = {
@@ -68,7 +73,10 @@ class Settings:
                 f"dtypes are {list(self.dtypes)}: auto stands for one of the others, name that one or give auto alone"
             )
         for length in self.draft_lengths:
-            check_draft_length(length)
+            if length is not None:
+                check_draft_length(length)
+        if self.vllm is not None and not os.access(self.vllm, os.X_OK):
+            raise ValueError(f"vllm is {self.vllm!r}: give the Python of an environment that has vLLM")
         if self.repeats < 1 or self.max_new_tokens < 1:
             raise ValueError(
                 f"repeats is {self.repeats} and max_new_tokens {self.max_new_tokens}: both must be at least 1"

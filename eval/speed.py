@@ -17,8 +17,8 @@ from eval.theory import ideal_speedup, leviathan_speedup, oracle_speedup
 from specdec.stats import PHASES
 
 
-def speeds(runs: Runs, control: Runs, hf: Runs) -> dict[str, Any]:
-    """Tokens per second and ratios to `control` and `hf` on the same batch and repeat, medians and quartiles."""
+def speeds(runs: Runs, control: Runs, hf: Runs, vllm: Runs) -> dict[str, Any]:
+    """Tokens per second and ratios to the others on the same batch and repeat, medians and quartiles."""
     tokens = sum(run.tokens for run in first_pass(runs))
     prompt_tokens = sum(record.prompt_tokens for run in first_pass(runs) for record in run.records)
     prefill = _of_a_pass(runs, lambda run: run.records[0].batch_prefill_seconds)
@@ -32,6 +32,7 @@ def speeds(runs: Runs, control: Runs, hf: Runs) -> dict[str, Any]:
         **_ratios("speedup_vs_plain", runs, control, lambda run: run.speed),
         **_ratios("decode_speedup_vs_plain", runs, control, lambda run: run.decode_speed),
         **_ratios("speedup_vs_hf", runs, hf, lambda run: run.speed),
+        **_ratios("speedup_vs_vllm", runs, vllm, lambda run: run.speed),
         "spread": _spread(runs),
         "phase_shares": phase_shares(runs),
         "audit_share": audit_share(runs),
@@ -45,14 +46,14 @@ def limits(row: dict[str, Any], runs: Runs, control: Runs, draft_length: int | N
     achieved_of_ideal:  decode_speedup_vs_plain / ideal: below 1 by what the loop wastes, and by finished rows.
     oracle_speedup:     the same step with such drafts only as will be accepted; ideal_of_oracle: what others cost.
     predicted_speedup:  Leviathan's closed form from the noise-free acceptance (None without, as for trees) and the time
-                        of a drafted token; it takes every step to draft its full length.
+                        of a drafted token, for a fixed draft length; it takes every step to draft its full length.
     """
     found = dict.fromkeys(
         ("ideal_speedup", "achieved_of_ideal", "oracle_speedup", "ideal_of_oracle", "predicted_speedup")
     )
     step, plain = step_seconds(runs), step_seconds(control)
     AL, drafted = row["mean_accepted_length"], row["drafted_per_step"]
-    if step is None or plain is None or AL is None or not drafted or not draft_length:
+    if step is None or plain is None or AL is None or not drafted:
         return found
     t_plain = sum(plain.values())
     parts = (step["draft"], step["forward"], step["verify"])
@@ -61,7 +62,7 @@ def limits(row: dict[str, Any], runs: Runs, control: Runs, draft_length: int | N
     found["ideal_of_oracle"] = found["ideal_speedup"] / found["oracle_speedup"]
     if row["decode_speedup_vs_plain"] is not None:
         found["achieved_of_ideal"] = row["decode_speedup_vs_plain"] / found["ideal_speedup"]
-    if (alpha := row["noise_free_acceptance"]) is not None:
+    if draft_length and (alpha := row["noise_free_acceptance"]) is not None:
         found["predicted_speedup"] = leviathan_speedup(alpha, draft_length, step["draft"] / draft_length / t_plain)
     return found
 

@@ -14,6 +14,7 @@ from eval.hf import HF
 from eval.runner import Failure, Record, RowKey
 from eval.runs import CONTROL, Runs, compared_methods, conditions, control_of, grouped, paired, sound
 from eval.speed import first_pass, limits, median_or_none, speeds, speedups
+from eval.vllm.rows import VLLM
 
 Row = dict[str, Any]
 
@@ -111,16 +112,28 @@ def _numbers(runs: Runs, found: dict[str, Runs], draft_length: int | None) -> Ro
     row = {
         **acceptance(requests),
         "acceptance_by_position": by_position(requests),
-        **speeds(runs, control, found.get(HF, {})),
+        **speeds(runs, control, found.get(HF, {}), _faster_vllm(found)),
         "exact_match_rate": None,
         "divergences": None,
-        "target_forwards": sum(run.records[0].batch_forwards for run in passes),
+        "target_forwards": _total(run.records[0].batch_forwards for run in passes),
         "tokens": sum(run.tokens for run in passes),
         "requests": len(requests),
         "timed_batches": len(runs),
         "rows_per_batch": len(requests) / len(passes) if passes else None,
     }
     return row | limits(row, runs, control, draft_length)
+
+
+def _faster_vllm(found: dict[str, Runs]) -> Runs:
+    """Those of vLLM's runs, plain or with drafts, that took less time in all; none where it was not run."""
+    theirs = [runs for method, runs in found.items() if method.startswith(VLLM)]
+    return min(theirs, key=lambda runs: sum(run.seconds for run in runs.values()), default={})
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """None where one is not known."""
+    known = list(counts)
+    return None if None in known else sum(known)
 
 
 def _matches(method: str, found: dict[str, Runs]) -> Row:

@@ -30,6 +30,7 @@ from specdec.cli_options import (
     ToWandb,
     Verifier,
     hand_on,
+    length_or_auto,
     one_sentence_errors,
     several,
 )
@@ -55,7 +56,10 @@ def evaluate(
     max_new_tokens: MaxNewTokens = 128,
     draft_lengths: Annotated[
         str,
-        typer.Option("--draft-length", help="Drafted tokens per step; 0 is plain decoding. Several, comma-separated."),
+        typer.Option(
+            "--draft-length",
+            help="Most drafted tokens per step; 0 is plain decoding; auto: learned. Several, comma-separated.",
+        ),
     ] = "5",
     verifiers: Annotated[
         str,
@@ -77,6 +81,13 @@ def evaluate(
     device: Device = "auto",
     limit: Limit = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often each batch is timed with each method.")] = 1,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="End no request before it has all its tokens.")
+    ] = False,
+    vllm: Annotated[
+        str | None,
+        typer.Option(help="Python of an environment with vLLM (such as .venv-vllm/bin/python), to compare it too."),
+    ] = None,
     skip_bad: SkipBad = False,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Also measure tensor bytes with this many tokens of context.")
@@ -92,7 +103,7 @@ def evaluate(
         locals(),
         drafters=tuple(drafters),
         batch_sizes=several("--batch-sizes", batch_sizes, int),
-        draft_lengths=several("--draft-length", draft_lengths, int),
+        draft_lengths=several("--draft-length", draft_lengths, length_or_auto),
         temperatures=several("--temperature", temperatures, float),
         verifiers=several("--verifier", verifiers, str),
         dtypes=several("--dtype", dtypes, str),

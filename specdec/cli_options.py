@@ -56,8 +56,13 @@ def several(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ..
     try:
         return tuple(kind(part.strip()) for part in text.split(","))
     except ValueError:
-        wanted = {int: "whole numbers", float: "numbers"}[kind]
+        wanted = {int: "whole numbers", float: "numbers", length_or_auto: "whole numbers or auto"}[kind]
         raise ValueError(f"{option} is {text!r}: give {wanted} separated by commas, such as 1,4,8") from None
+
+
+def length_or_auto(text: str) -> int | None:
+    """A draft length; None, which is learned while decoding, for auto."""
+    return None if text == "auto" else int(text)
 
 
 def sampling_arguments(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:

@@ -43,6 +43,15 @@ def test_writes_everything(tmp_path, evaluate):
     assert "<h1>Evaluation</h1>" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_learned_draft_lengths_are_a_row_too(tmp_path, evaluate):
+    result = evaluate("--drafter", "ngram:min_n=1", "--draft-length", "2,auto", "--memory", "120", "--trace", "1")
+    assert result.exit_code == 0, result.output
+    rows = {row["method"]: row for row in summary(tmp_path)["rows"] if row["batch_size"] == 2}
+    learned, fixed = rows["ngram:min_n=1,length=auto"], rows["ngram:min_n=1,length=2"]
+    assert learned["draft_length"] is None and fixed["draft_length"] == 2
+    assert learned["exact_match_rate"] == 1.0 and learned["predicted_speedup"] is None
+
+
 def test_json_is_alone_on_standard_output(tmp_path, evaluate):
     result = evaluate("--json", "--limit", "2")
     assert json.loads(result.stdout) == summary(tmp_path)["rows"]

@@ -57,6 +57,17 @@ def test_ratios_are_medians_over_batches_and_repeats_and_tokens_are_of_one_pass(
     assert ngram["speedup_vs_hf"] is None and ngram["speedup_vs_hf_quartiles"] is None
 
 
+def test_vllm_is_compared_by_its_faster_way():
+    """By all batches together: plain takes 3 + 3 seconds, its n-grams 1 + 4; ngram takes 2 on each."""
+    records = []
+    for batch, plain, drafted in [(0, 3.0, 1.0), (1, 3.0, 4.0)]:
+        for method, seconds in {"vllm": plain, "vllm + ngram": drafted, "ngram": 2.0}.items():
+            records += two_requests(method, seconds, batch=batch)
+    found = {row["method"]: row for row in rows(records, ["vllm", "ngram"], 0.0, "float32", ())}
+    assert found["ngram"]["speedup_vs_vllm"] == pytest.approx((1 / 2 + 4 / 2) / 2)
+    assert found["vllm"]["speedup_vs_vllm"] == pytest.approx((1 / 3 + 4 / 3) / 2)
+
+
 def test_speed_counts_each_methods_own_tokens():
     short = two_requests("ngram", 2.0, ([1, 2, 3], []))
     assert summary(short + two_requests("plain", 4.0))["ngram"]["speedup_vs_plain"] == pytest.approx(1.0)

@@ -63,7 +63,7 @@ def test_a_traced_request_is_the_grids_request(loaded, temperature):
     drafted = [Speculation("d", "draft_model", DraftModelDrafter(tiny("llama", seed=1, vocab=VOCAB)), 3)]
     prompts = prompts_of(5, 9)
     traced = trace(temperature, loaded, drafted, prompts, settings())
-    method = methods_at(temperature, loaded, drafted, settings())[-1]
+    method = methods_at(temperature, loaded, drafted, settings(), {})[-1]
     for prompt, found in zip(prompts, traced, strict=True):
         emitted = []
         for step in found["steps"]:
@@ -79,7 +79,7 @@ def test_a_draft_model_with_a_vocabulary_of_its_own_has_no_row_of_hfs(loaded, dr
 
     draft = tiny("llama", seed=1, vocab=VOCAB)
     draft.config.draft_ids = draft_ids
-    methods = methods_at(0.0, loaded, [Speculation("d", "draft_model", DraftModelDrafter(draft), 3)], settings())
+    methods = methods_at(0.0, loaded, [Speculation("d", "draft_model", DraftModelDrafter(draft), 3)], settings(), {})
     assert [method.name for method in methods if method.name.startswith("hf + ")] == rows
 
 

@@ -1,0 +1,1 @@
+"""vLLM on the same prompts, from an environment of its own."""
