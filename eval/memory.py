@@ -80,14 +80,14 @@ class PeakBytes(TorchDispatchMode):
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._known.update(_storages((args, kwargs)))
+        self._known.update(storages((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         self.count(result)
         return result
 
     def count(self, tree: Any) -> None:
         """Count the tensors in `tree` from now on until they are freed."""
-        for storage in _storages(tree):
+        for storage in storages(tree):
             if storage not in self._known:
                 self._known.add(storage)
                 self._change(storage.nbytes())
@@ -98,7 +98,8 @@ class PeakBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    """Those of all tensors in `tree`."""
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
