@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from eval.bench_verify import peaked
 from eval.environment import described
-from eval.timing import interleaved
+from eval.plan.measure import forward_calls
+from eval.plan.show import Columns, as_table
+from eval.report import plain_console
+from eval.timing import in_ms, interleaved, spread
 from specdec.contracts import Draft, Scores
 from specdec.draws import make_draws
 from specdec.models import load_target
 from specdec.processors import Prefixes, Processors
 from specdec.registry import VERIFIERS, known
-from specdec.step import Segment
 from specdec.target import Target
 
 FORWARD = "target forward"
@@ -37,6 +37,12 @@ PROCESSORS = {
     "temperature": [TemperatureLogitsWarper(0.7)],
     "temperature, top-k": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50)],
     "repetition penalty, temperature": [RepetitionPenaltyLogitsProcessor(1.1), TemperatureLogitsWarper(0.7)],
+}
+
+COLUMNS: Columns = {
+    "part": lambda row: row["part"],
+    "ms": lambda row: in_ms(row),
+    "of the forward": lambda row: f"{row['of_forward']:.1%}",
 }
 
 
@@ -65,7 +71,7 @@ def run(
             f"{positions} positions, give a smaller context"
         )
     with torch.no_grad():
-        parts = operations(loaded.model, batch_size, draft_length, context)
+        parts = operations(loaded.model, batch_size, draft_length, context, repeats)
         seconds = interleaved(parts, repeats, loaded.model.device)
     rows = [summary(part, seconds[part], statistics.median(seconds[FORWARD])) for part in parts]
     about = described(loaded, {})
@@ -74,34 +80,25 @@ def run(
         print(json.dumps({"environment": about, **shape, "parts": rows}, indent=2))
         return
     print(f"{loaded.description}: {batch_size} rows, {draft_length} drafted tokens, {context} tokens of context")
-    Console().print(table(rows))
+    plain_console().print(as_table(rows, COLUMNS, section="kind"))
 
 
-def operations(model: PreTrainedModel, B: int, N: int, context: int) -> dict[str, Callable[[], Any]]:
-    """Every part by name, bound to its inputs: the target's forward first."""
+def operations(model: PreTrainedModel, B: int, N: int, context: int, repeats: int) -> dict[str, Callable[[], Any]]:
+    """Every part by name, bound to its inputs: the target's forward first, to be called in `interleaved` rounds."""
     V = Target(model).vocab_size
     logits, q_logits = peaked(B, N, V, model.device)
     tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
     one_hot = Draft(tokens, [N] * B)
     with_q = Draft(tokens, [N] * B, q_logits=q_logits, q_logz=q_logits.logsumexp(-1))
     scores = Scores(logits, torch.arange(B * (N + 1), device=model.device).view(B, N + 1))
-    parts: dict[str, Callable[[], Any]] = {FORWARD: forward(model, B, N, context)}
+    calls, _ = forward_calls(model, [B], [N + 1], [context], repeats + 1)
+    parts: dict[str, Callable[[], Any]] = {FORWARD: calls[B, N + 1, context]}
     for rule, takes_q in RULES.items():
         parts[f"verify: {rule}"] = partial(verify, rule.partition(",")[0], with_q if takes_q else one_hot, scores)
     columns = [np.arange(context, dtype=np.int64) % V for _ in range(B)]
     for name, processors in PROCESSORS.items():
         parts[f"processors: {name}"] = partial(process, processors, logits, columns, one_hot)
     return parts
-
-
-def forward(model: PreTrainedModel, B: int, N: int, context: int) -> Callable[[], Any]:
-    """The packed forward of B rows with N drafted tokens each. What the cache holds does not change its time: zeros."""
-    target = Target(model)
-    cache = target.new_cache()
-    cache.admit(range(B))
-    segments = [Segment(row, np.zeros(1, dtype=np.int64), context, scored=True) for row in range(B)]
-    step = target.pack(segments, Draft(torch.zeros(B, N, dtype=torch.long, device=target.device), [N] * B), cache)
-    return partial(target.forward, step, cache)
 
 
 def verify(rule: str, draft: Draft, scores: Scores) -> None:
@@ -119,17 +116,5 @@ def process(processors: list, logits: Tensor, columns: list[np.ndarray], draft: 
 
 def summary(part: str, seconds: list[float], forward_seconds: float) -> dict[str, Any]:
     """Median, quartiles (seconds) and the median's share of the forward's."""
-    low, high = np.quantile(seconds, [0.25, 0.75]).tolist()
-    median = statistics.median(seconds)
-    return {"part": part, "seconds": median, "quartiles": [low, high], "of_forward": median / forward_seconds}
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """For a terminal."""
-    shown = Table("part")
-    for column in ("ms", "quartiles", "of the forward"):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        low, high = (f"{seconds * 1e3:.2f}" for seconds in row["quartiles"])
-        shown.add_row(row["part"], f"{row['seconds'] * 1e3:.2f}", f"{low} - {high}", f"{row['of_forward']:.1%}")
-    return shown
+    found = spread(seconds)
+    return {"part": part, "kind": part.partition(":")[0], **found, "of_forward": found["seconds"] / forward_seconds}

@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 from specdec.call_checks import check_draft_length
-from specdec.cli_options import AsJson, Device, DraftLength, DType, Target, hand_on, one_sentence_errors
+from specdec.cli_options import (
+    AsJson,
+    BatchSizes,
+    Device,
+    DraftLength,
+    DType,
+    Target,
+    hand_on,
+    one_sentence_errors,
+    several,
+)
+
+Context = Annotated[int, typer.Option(help="Cached tokens per row.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; every part is timed once in each.")]
 
 bench = typer.Typer(no_args_is_help=True)
 
@@ -17,14 +30,39 @@ def _parts() -> None:
     """Time parts on their own."""
 
 
+@bench.command("forward")
+@one_sentence_errors
+def forward(
+    target: Target = "demo",
+    batch_sizes: BatchSizes = "1,2,4,8",
+    widths: Annotated[str, typer.Option(help="Tokens per row, comma-separated: 1 is plain decoding.")] = "1,2,4,6,8",
+    context: Context = 256,
+    repeats: Repeats = 9,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="In GB/s, of the floor; else that of a copy, measured first.")
+    ] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Time the packed forward by rows and width, against the bytes it must read and HF's own forward."""
+    hand_on(
+        "bench forward",
+        locals(),
+        batch_sizes=several("--batch-sizes", batch_sizes, int),
+        widths=several("--widths", widths, int),
+        bandwidth=None if bandwidth is None else 1e9 * bandwidth,
+    )
+
+
 @bench.command("step")
 @one_sentence_errors
 def step(
     target: Target = "demo",
     batch_size: Annotated[int, typer.Option(help="Rows.")] = 8,
     draft_length: DraftLength = 5,
-    context: Annotated[int, typer.Option(help="Cached tokens per row.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Rounds; every part is timed once in each.")] = 9,
+    context: Context = 256,
+    repeats: Repeats = 9,
     dtype: DType = "auto",
     device: Device = "auto",
     as_json: AsJson = False,

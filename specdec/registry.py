@@ -34,6 +34,7 @@ COMMANDS = {
     "train medusa": "train.medusa:main",
     "train mtp": "train.mtp:main",
     "train draft": "train.draft:main",
+    "bench forward": "eval.bench_forward:run",
     "bench step": "eval.bench_step:run",
     "bench train": "train.bench:run",
     "bench verify": "eval.bench_verify:run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +42,22 @@ def measure_forwards(
     """Median seconds of the target's packed forward at every point of the grid, all of it once per round.
 
     Raises ValueError for an empty or repeated axis, for sizes below 1 and for more positions than the model has."""
+    calls, _ = forward_calls(model, rows, widths, contexts, repeats + 1)  # `interleaved` runs one that does not count
+    seconds = interleaved(calls, repeats, model.device)
+    return [Point(*place, statistics.median(times)) for place, times in seconds.items()]
+
+
+def forward_calls(
+    model: PreTrainedModel, rows: Sequence[int], widths: Sequence[int], contexts: Sequence[int], times: int
+) -> tuple[dict[tuple[int, int, int], Callable[[], Any]], SlotCache]:
+    """The target's packed forward at every (rows, width, context) of the grid, each to be called `times` times, and the
+    cache that they share. Raises ValueError as `measure_forwards` does."""
     target = Target(model)
     check_grid(rows, widths, contexts, target.max_positions)
     cache = target.new_cache()
     cache.admit(range(max(rows)))
     cache.reserve(max(contexts) + max(widths))
-    rounds = repeats + 1  # `interleaved` runs one that does not count
-    calls = {place: _forward(target, cache, *place, rounds) for place in product(rows, widths, contexts)}
-    seconds = interleaved(calls, repeats, target.device)
-    return [Point(*place, statistics.median(times)) for place, times in seconds.items()]
+    return {place: _forward(target, cache, *place, times) for place in product(rows, widths, contexts)}, cache
 
 
 def check_grid(rows: Sequence[int], widths: Sequence[int], contexts: Sequence[int], max_positions: int | None) -> None:
