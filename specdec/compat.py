@@ -6,8 +6,10 @@ Between 5.16 and 5.24 the cache argument and output of every model were renamed 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -16,3 +18,16 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 CACHE_KWARGS = ("cache", "past_key_values")  # under either name `generate` hands a cache to a decoding function
+# The field of `generate`'s output that holds it.
+CACHE_FIELD = next(name for name in CACHE_KWARGS if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
+
+
+def handed_over(model_kwargs: dict[str, Any]) -> Cache | None:
+    """The cache among what `generate` hands to a decoding function: the caller's, or the one it made."""
+    return next((model_kwargs[name] for name in CACHE_KWARGS if model_kwargs.get(name) is not None), None)
+
+
+def is_callers(cache: Cache | None) -> bool:
+    """Whether the cache outlives the call. Before 5.20 `generate` did not mark an empty one as its caller's own, so
+    that it is only known where `specdec.generate` was called."""
+    return cache is not None and (getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0)

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.budget import Budget
@@ -34,14 +33,17 @@ from specdec.call_checks import (
     refuse_unsupported,
     whole_number,
 )
+from specdec.compat import handed_over, is_callers
 from specdec.contracts import Drafter, Verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.draws import request_array
 from specdec.loop import CHUNK, Batch, OnCommit
 from specdec.models import LoadedModel
+from specdec.outputs import SpeculativeOutput, collect
 from specdec.processors import Processors
 from specdec.registry import VERIFIERS, known
 from specdec.requests import Request
+from specdec.score_recorder import ScoreRecorder
 from specdec.stats import Stats
 from specdec.stopping import Stops, with_stop_strings
 from specdec.target import Target
@@ -49,12 +51,6 @@ from specdec.target import Target
 DRAFT_LENGTH = 5  # where it is fixed and nobody says
 LONGEST = 8  # where it is learned
 DRAFTS_INSTEAD = dict.fromkeys(("assistant_model", "custom_generate"), "say what drafts with drafter=")
-
-
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`, with `stats` (specdec.stats.Stats) beside it."""
-
-    stats: Stats | None = None
 
 
 def generate(
@@ -160,12 +156,8 @@ class speculate:
         batch.run()
         if self.streamer is not None:
             self.streamer.end()
-        sequences = assemble(batch.requests, input_ids, generation_config)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        output = SpeculativeOutput(sequences=sequences)
-        output.stats = batch.stats
-        return output
+        output = collect(batch, input_ids, generation_config, handed_over(model_kwargs) if batch.keeps_cache else None)
+        return output if generation_config.return_dict_in_generate else output.sequences
 
     def prepare(
         self,
@@ -188,6 +180,9 @@ class speculate:
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
         length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
+        returns = bool(generation_config.return_dict_in_generate)
+        asked = returns and bool(generation_config.output_scores), returns and bool(generation_config.output_logits)
+        cache = handed_over(model_kwargs)
         batch = Batch(
             target=target,
             drafter=None if self.draft_length == 0 else self._drafter(model),
@@ -201,6 +196,8 @@ class speculate:
             on_commit=self._committed,
             max_rows=self.max_batch,
             chunk=_chunk(generation_config.prefill_chunk_size),
+            recorder=ScoreRecorder(requests, *asked) if any(asked) else None,
+            keeps_cache=any(asked) or (returns and cache is not None) or is_callers(cache),
         )
         self.stats = batch.stats
         return batch
@@ -253,13 +250,3 @@ def _chunk(size: int | None) -> int:
     if size is None:
         return CHUNK
     return whole_number(size, "prefill_chunk_size", "give how many prompt tokens may enter in a step, 1 or more", 1)
-
-
-def assemble(requests: Sequence[Request], input_ids: Tensor, config: GenerationConfig) -> Tensor:
-    """[B, columns + longest output] as HF returns it: prompts, outputs, then the pad token."""
-    longest = max(len(r.emitted) for r in requests)
-    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    out = np.full((len(requests), longest), pad, dtype=np.int64)
-    for b, request in enumerate(requests):
-        out[b, : len(request.emitted)] = request.emitted
-    return torch.cat([input_ids, torch.from_numpy(out).to(input_ids.device)], dim=1)

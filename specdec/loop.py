@@ -14,8 +14,10 @@ from specdec.budget import Budget
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.draft_checks import check_draft, claimed, made_safe
 from specdec.draws import make_draws, raise_if_undefined
+from specdec.hidden_states import HiddenStates
 from specdec.processors import Prefixes, Processors
 from specdec.requests import Request
+from specdec.score_recorder import ScoreRecorder
 from specdec.stats import Clock, Stats
 from specdec.step import Segment, Step
 from specdec.stopping import Stops
@@ -37,6 +39,8 @@ class Batch:
     max_rows:  most requests in work at a time, None = all. The others wait, and the first of them takes a place as soon
                as one is free.
     chunk:     most prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them.
+    recorder:  keeps the scores of emitted tokens, where they were asked for.
+    keeps_cache: finished rows keep their keys and values, for who made the batch to read.
     """
 
     target: Target
@@ -51,6 +55,8 @@ class Batch:
     on_commit: OnCommit | None = None
     max_rows: int | None = None
     chunk: int = CHUNK
+    recorder: ScoreRecorder | None = None
+    keeps_cache: bool = False
     stats: Stats = field(init=False)
 
     def __post_init__(self):
@@ -60,7 +66,7 @@ class Batch:
         self.live: dict[int, Request] = {}
         self.cache = self.target.new_cache()
         self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
-        self.hidden: dict[int, list[Tensor]] = {}
+        self.hidden = HiddenStates()
         self._clock = Clock(self.stats)
 
     def run(self) -> None:
@@ -94,10 +100,13 @@ class Batch:
         self._clock.lap("loop")
         logits, hidden = self.target.forward(step, self.cache, self.needs_hidden)
         self._clock.lap("forward")
-        verdict = self.verify(scored, draft, Scores(logits, step.index), draws)
+        scores = self.processed(scored, draft, Scores(logits, step.index))
+        verdict = self.verify(scored, draft, scores, draws)
         read = self.read(draft, verdict, invalid)
         self._clock.lap("verify")
         self.commit(segments, scored, draft, verdict, read)
+        if self.recorder is not None:
+            self.recorder.add(scored, verdict.path, step.index, logits, scores.logits)
         self._clock.lap("loop")
         self.observe(segments, scored, step, verdict, hidden)
         self._clock.lap("draft")
@@ -118,7 +127,6 @@ class Batch:
         if self.drafter is not None:
             self.drafter.admit(rows)  # before they are live: where it raises, there is nothing to release
         self.live |= zip(rows, entering, strict=True)
-        self.hidden |= {row: [] for row in rows}
         self.cache.admit(rows)
 
     def schedule(self) -> list[Segment]:
@@ -168,20 +176,22 @@ class Batch:
         check_draft(draft, budget, self.stats.drafter, V, self.target.device)
         return made_safe(draft, V)
 
-    def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
-        """Processors, then the rule, which never meets a step that scores no row (one of prompt chunks only)."""
+    def processed(self, scored: Sequence[Request], draft: Draft, scores: Scores) -> Scores:
+        """p at every node, from the target's logits there."""
         if not scored:
-            return Verdict.empty(self.target.device)
+            return scores
         if not self.processors.is_identity:
             parents = None
             if draft.parents is not None:
                 parents = draft.parents.cpu().numpy()  # a second read, only for trees under prefix-dependent processors
             texts, unseen = [r.text for r in scored], [r.unseen for r in scored]
             prefixes = Prefixes(texts, [r.index for r in scored], draft, parents, unseen)
-            scores = replace(scores, logits=self.processors.apply(scores.logits, prefixes))
-        elif self.verifier.draws != "argmax":
-            scores = replace(scores, logits=scores.logits.float())
-        return self.verifier.verify(draft, scores, draws)
+            return replace(scores, logits=self.processors.apply(scores.logits, prefixes))
+        return scores if self.verifier.draws == "argmax" else replace(scores, logits=scores.logits.float())
+
+    def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
+        """The rule's verdict. It never meets a step that scores no row (one of prompt chunks only)."""
+        return self.verifier.verify(draft, scores, draws) if scored else Verdict.empty(self.target.device)
 
     def read(self, draft: Draft, verdict: Verdict, invalid: Tensor) -> _Read:
         """The one device-to-host read of the step. float64 holds every int64 token id exactly."""
@@ -214,7 +224,7 @@ class Batch:
             request.append(tokens)
             self.cache.lengths[request.row] = len(request.tokens) - 1
             if request.steps:
-                _record(request, draft.lengths[b], n, read.accept_prob[b])
+                request.stats.record(draft.lengths[b], n, read.accept_prob[b])
             request.steps += 1
             if self.on_commit is not None:
                 self.on_commit(request.index, tokens, min(n, len(tokens)))
@@ -230,27 +240,20 @@ class Batch:
         """Tell the drafter, with the states [n, D] of the tokens that stayed if it asked for them."""
         if self.drafter is None:
             return
-        states = None
         if hidden is not None:
-            order = {request.row: b for b, request in enumerate(scored)}
-            for segment in segments:
-                first, known = step.first[segment.row], len(segment.tokens)
-                kept = self.cache.lengths[segment.row] - segment.start - known
-                self.hidden[segment.row].append(hidden[first : first + known])
-                if kept > 0:
-                    path = verdict.path[order[segment.row], :kept]
-                    self.hidden[segment.row].append(hidden[first + known + path])
-            states = [torch.cat(self.hidden[request.row]) for request in scored]
-            self.hidden |= {request.row: [] for request in scored}
+            self.hidden.add(segments, scored, step, verdict, hidden, self.cache.lengths)
         if scored:
-            self.drafter.observe(self.rows(scored), verdict, states)
+            rows = self.rows(scored)
+            self.drafter.observe(rows, verdict, None if hidden is None else self.hidden.take(rows.ids))
 
     def retire(self, finished: Sequence[Request]) -> None:
         """Free what finished rows hold."""
         rows = [request.row for request in finished]
         for row in rows:
-            del self.live[row], self.hidden[row]
-        self.cache.release(rows)
+            del self.live[row]
+            self.hidden.forget(row)
+        if not self.keeps_cache:
+            self.cache.release(rows)
         if self.drafter is not None and rows:
             self.drafter.release(rows)
 
@@ -285,10 +288,3 @@ class _Read:
     invalid: bool
     accepted: list[list[int]]
     accept_prob: np.ndarray
-
-
-def _record(request: Request, drafted: int, accepted: int, accept_prob: np.ndarray) -> None:
-    reached = accept_prob[: min(drafted, accepted + 1)].tolist()
-    request.stats.drafted.append(drafted)
-    request.stats.accepted.append(accepted)
-    request.stats.accept_prob.append([None if p != p else p for p in reached])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 PHASES = ("draft", "forward", "verify", "loop")
 
 
@@ -25,6 +27,13 @@ class RowStats:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     accept_prob: list[list[float | None]] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, accept_prob: np.ndarray) -> None:
+        """One decode step; `accept_prob` [N] as in `Verdict`."""
+        reached = accept_prob[: min(drafted, accepted + 1)].tolist()
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+        self.accept_prob.append([None if p != p else p for p in reached])
 
 
 @dataclass

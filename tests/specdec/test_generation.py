@@ -456,8 +456,6 @@ def test_bad_input_is_one_sentence(kwargs, message):
     ("kwargs", "name"),
     [
         ({"num_beams": 2}, "num_beams"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"use_cache": False}, "use_cache"),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"attention_mask": torch.tensor([[1] * 11 + [0]] * 4)}, "attention_mask"),
     ],
