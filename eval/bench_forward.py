@@ -1,7 +1,7 @@
 """`specdec bench forward`: the cost T(M) of the packed forward, against what it must read and HF's own forward.
 
 B rows with a width of T tokens each (the last committed one and T - 1 drafted ones) over a context of cached tokens;
-M = B * T. The floor is the time that reading the weights and the cached keys and values takes at the bandwidth of a copy.
+M = B * T. The floor is the time that reading weights and cached keys and values takes at the bandwidth of a copy.
 """
 
 from __future__ import annotations
