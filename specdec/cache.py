@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -85,6 +86,7 @@ class SlotCache(Cache):
     """`places` rows, each with slots for `capacity` tokens; both grow as they are needed.
 
     lengths: row id -> cached tokens of that row (host). The caller moves it after each step.
+    masked:  row id -> slots that no token may see (a prompt's masked columns), of the rows that have any.
     step:    the step in flight; layers find their slots there (per generation, so threads do not meet).
     """
 
@@ -93,6 +95,7 @@ class SlotCache(Cache):
         self.places = 0
         self.capacity = 0
         self.lengths: dict[int, int] = {}
+        self.masked: dict[int, np.ndarray] = {}
         self.step: Step | None = None
         self._row_at: list[int] = []  # place -> row id
         self._place_of: dict[int, int] = {}
@@ -115,6 +118,7 @@ class SlotCache(Cache):
         for row in rows:
             hole, last_row = self._place_of.pop(row), self._row_at.pop()
             del self.lengths[row]
+            self.masked.pop(row, None)
             if last_row == row:
                 continue
             last, length = len(self._row_at), self.lengths[last_row]

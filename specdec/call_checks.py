@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig
+from transformers import GenerationConfig
 
 from specdec.compat import CACHE_KWARGS
 from specdec.contracts import Verifier
 from specdec.requests import Request
 from specdec.target import Target
 
-HONOURED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_KWARGS}  # of the model's own kwargs
+# Of the model's own keyword arguments.
+HONOURED = {"attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", *CACHE_KWARGS}
 
 
 def check_draft_length(draft_length: int) -> None:
@@ -67,20 +68,9 @@ def check_prompt(input_ids: Tensor | None, mask: Tensor | None) -> None:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}: give at least one row and one token, [batch, columns]"
         )
-    if mask is None:
-        return
-    if mask.shape != input_ids.shape:
+    if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} but input_ids {tuple(input_ids.shape)}: make them equal"
-        )
-    mask = mask.bool()
-    if not mask.any(1).all():
-        empty = (~mask.any(1)).nonzero()[0].item()
-        raise ValueError(f"row {empty} of attention_mask masks every token: an empty prompt cannot be continued")
-    if (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise NotImplementedError(
-            "attention_mask (or the one that generate infers from pad tokens in the prompt) has zeros after ones, "
-            "right padding or a hole, which is not supported yet: pad on the left and pass the mask"
         )
 
 
@@ -100,7 +90,8 @@ def check_positions(target: Target, requests: Sequence[Request]) -> None:
     """ValueError where a request cannot fit the model's positions, NotImplementedError where it would move them."""
     limit, switch = target.max_positions, target.positions_change_at
     for request in requests:
-        length, total = len(request.tokens), len(request.tokens) + request.limit
+        length = request.slots + request.shift
+        total = length + request.limit
         if limit is not None and (length > limit or (target.positions_are_a_table and total - 1 > limit)):
             raise ValueError(
                 f"row {request.index} has a prompt of {length} tokens and may emit {request.limit}, but the model has "
@@ -121,14 +112,27 @@ def check_per_request(config: GenerationConfig) -> None:
             f"num_return_sequences is {config.num_return_sequences}, which is not supported by specdec.stream_batch: "
             f"give the prompt as many times"
         )
+    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
+        if getattr(config, name) and config.return_dict_in_generate:
+            raise NotImplementedError(f"{name} is not supported by specdec.stream_batch: call specdec.generate for it")
     if config.max_new_tokens is None:
         raise ValueError("max_new_tokens was not given: say how many tokens each request may emit")
     if config.min_length and config.min_new_tokens is None:
         raise ValueError(f"min_length is {config.min_length}, which counts the prompt too: give min_new_tokens instead")
 
 
+def refuse_cache(implementation: str | None) -> None:
+    """NotImplementedError for a kind of cache with which another result, or another loop, would be asked for."""
+    if implementation in ("quantized", "paged"):
+        raise NotImplementedError(
+            f"cache_implementation={implementation!r} is not supported by specdec: leave it out, or give one that "
+            f"holds keys and values as they are ('dynamic', 'static')"
+        )
+
+
 def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """NotImplementedError that names the first argument which asks for something not supported yet."""
+    refuse_cache(config.cache_implementation)
     asked = {
         "num_beams": (config.num_beams or 1) > 1,
         "penalty_alpha": bool(config.penalty_alpha),
@@ -136,11 +140,8 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "dola_layers": getattr(config, "dola_layers", None) is not None,
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
-        "cache_implementation": config.cache_implementation is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_early_exit": config.assistant_early_exit is not None,
-        "position_ids": not _are_default_positions(model_kwargs),
-        "cache": any(_holds_tokens(model_kwargs.get(name)) for name in CACHE_KWARGS),
         **{name: value is not None for name, value in model_kwargs.items() if name not in HONOURED},
     }
     for name, is_asked in asked.items():
@@ -148,17 +149,3 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
             raise NotImplementedError(
                 f"{name} is not supported by specdec yet: leave it out, or call model.generate without specdec"
             )
-
-
-def _are_default_positions(model_kwargs: dict[str, Any]) -> bool:
-    """Whether position_ids, if given, count the real tokens of each row, as `generate` itself makes them."""
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    if positions is None:
-        return True
-    real = torch.ones_like(positions) if mask is None else mask.long()
-    return positions.shape == real.shape and bool(((real.cumsum(-1) - 1 == positions) | (real == 0)).all())
-
-
-def _holds_tokens(cache: Cache | None) -> bool:
-    """Whether a cache was passed in to continue from; `generate` itself hands over an empty one."""
-    return cache is not None and int(cache.get_seq_length()) > 0

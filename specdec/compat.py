@@ -30,4 +30,16 @@ def handed_over(model_kwargs: dict[str, Any]) -> Cache | None:
 def is_callers(cache: Cache | None) -> bool:
     """Whether the cache outlives the call. Before 5.20 `generate` did not mark an empty one as its caller's own, so
     that it is only known where `specdec.generate` was called."""
-    return cache is not None and (getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0)
+    return cache is not None and (getattr(cache, "_is_user_defined", False) or cached_tokens(cache) > 0)
+
+
+def mark_callers(kwargs: dict[str, Any]) -> None:
+    """Note on a cache among the keyword arguments of `generate` that it is its caller's, as later releases do."""
+    cache = handed_over(kwargs)
+    if isinstance(cache, Cache):
+        cache._is_user_defined = True
+
+
+def cached_tokens(cache: Cache | None) -> int:
+    """Columns that a cache holds."""
+    return 0 if cache is None else int(cache.get_seq_length())

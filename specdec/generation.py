@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -30,19 +29,21 @@ from specdec.call_checks import (
     check_token_ids,
     fitting_verifier,
     refuse_arguments,
+    refuse_cache,
     refuse_unsupported,
     whole_number,
 )
-from specdec.compat import handed_over, is_callers
+from specdec.compat import cached_tokens, handed_over, is_callers, mark_callers
 from specdec.contracts import Drafter, Verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.draws import request_array
+from specdec.layout import Layout, layout
 from specdec.loop import CHUNK, Batch, OnCommit
 from specdec.models import LoadedModel
 from specdec.outputs import SpeculativeOutput, collect
 from specdec.processors import Processors
+from specdec.prompt_reader import PromptReader
 from specdec.registry import VERIFIERS, known
-from specdec.requests import Request
 from specdec.score_recorder import ScoreRecorder
 from specdec.stats import Stats
 from specdec.stopping import Stops, with_stop_strings
@@ -96,7 +97,10 @@ def generate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
     )  # fmt: skip
-    check_prompt(input_ids, kwargs.get("attention_mask"))
+    refuse_cache(kwargs.get("cache_implementation"))
+    mark_callers(kwargs)
+    if cached_tokens(handed_over(kwargs)) == 0 and kwargs.get("inputs_embeds") is None:
+        check_prompt(input_ids, kwargs.get("attention_mask"))
     kwargs = with_stop_strings(model, tokenizer, kwargs | {"stop_strings": stop_strings})
     output = model.generate(input_ids, custom_generate=decode, **kwargs)
     return (output, decode.stats) if return_stats else output
@@ -170,22 +174,23 @@ class speculate:
     ) -> Batch:
         """What `generate` hands over, checked and ready to run."""
         refuse_unsupported(generation_config, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
-        check_prompt(input_ids, mask)
         target = Target(model)
         stops = Stops(stopping_criteria)
-        requests = self._requests(input_ids, mask, stops)
+        prompts = layout(input_ids, model_kwargs, generation_config)
+        requests = prompts.requests(self._request_ids(len(input_ids)), int(stops.max_length) - input_ids.shape[1])
         check_token_ids(target, requests)
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
         length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
+        drafter = None if self.draft_length == 0 else self._drafter(model)
+        reader = None if prompts.is_plain else self._reader(target, prompts, model_kwargs, drafter)
         returns = bool(generation_config.return_dict_in_generate)
         asked = returns and bool(generation_config.output_scores), returns and bool(generation_config.output_logits)
         cache = handed_over(model_kwargs)
         batch = Batch(
             target=target,
-            drafter=None if self.draft_length == 0 else self._drafter(model),
+            drafter=drafter,
             verifier=verifier,
             processors=Processors(logits_processor, target.vocab_size),
             stops=stops,
@@ -195,24 +200,36 @@ class speculate:
             budget=Budget(length) if learns else None,
             on_commit=self._committed,
             max_rows=self.max_batch,
-            chunk=_chunk(generation_config.prefill_chunk_size),
+            chunk=_chunk(generation_config.prefill_chunk_size) if reader is None else prompts.seen.size,
+            reader=reader,
             recorder=ScoreRecorder(requests, *asked) if any(asked) else None,
             keeps_cache=any(asked) or (returns and cache is not None) or is_callers(cache),
         )
         self.stats = batch.stats
         return batch
 
-    def _requests(self, input_ids: Tensor, mask: Tensor | None, stops: Stops) -> list[Request]:
-        columns = input_ids.cpu().numpy()
-        B, width = columns.shape
-        pads = [0] * B if mask is None else (width - mask.bool().sum(1)).tolist()
+    def _reader(
+        self, target: Target, prompts: Layout, model_kwargs: dict[str, Any], drafter: Drafter | None
+    ) -> PromptReader:
+        if self.max_batch is not None and self.max_batch < len(prompts.ids):
+            raise NotImplementedError(
+                f"max_batch is {self.max_batch} for {len(prompts.ids)} prompts that the model itself has to read (a "
+                f"cache, embeddings, positions or a mask that is no left padding were given): leave it out"
+            )
+        if getattr(drafter, "needs_hidden", None) and not prompts.names_all_tokens:
+            raise NotImplementedError(
+                f"drafter {drafter.name!r} needs the target's state of every token of the prompt, which a cache passed "
+                f"in or embeddings do not give: use another drafter"
+            )
+        return PromptReader(target, prompts, model_kwargs)
+
+    def _request_ids(self, B: int) -> list[int]:
         ids = list(range(B)) if self.request_ids is None else list(self.request_ids)
         if len(ids) != B:
             raise ValueError(f"request_ids has {len(ids)} entries for {B} rows: give one per returned sequence")
         ids = [whole_number(id_, "an entry of request_ids", "give integers in [0, 2**32)", least=0) for id_ in ids]
         request_array(ids)  # too large is too large also where nothing will be drawn
-        limit = int(stops.max_length) - width
-        return [Request(b, ids[b], b, columns[b].astype(np.int64), pads[b], limit) for b in range(B)]
+        return ids
 
     def _drafter(self, model: PreTrainedModel) -> Drafter | None:
         """The drafter given, or the named one made for `model`, once as long as the model stays the same."""

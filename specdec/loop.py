@@ -16,6 +16,7 @@ from specdec.draft_checks import check_draft, claimed, made_safe
 from specdec.draws import make_draws, raise_if_undefined
 from specdec.hidden_states import HiddenStates
 from specdec.processors import Prefixes, Processors
+from specdec.prompt_reader import PromptReader
 from specdec.requests import Request
 from specdec.score_recorder import ScoreRecorder
 from specdec.stats import Clock, Stats
@@ -39,6 +40,7 @@ class Batch:
     max_rows:  most requests in work at a time, None = all. The others wait, and the first of them takes a place as soon
                as one is free.
     chunk:     most prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them.
+    reader:    in place of the target in the first step, which then takes all prompts whole.
     recorder:  keeps the scores of emitted tokens, where they were asked for.
     keeps_cache: finished rows keep their keys and values, for who made the batch to read.
     """
@@ -55,6 +57,7 @@ class Batch:
     on_commit: OnCommit | None = None
     max_rows: int | None = None
     chunk: int = CHUNK
+    reader: PromptReader | None = None
     recorder: ScoreRecorder | None = None
     keeps_cache: bool = False
     stats: Stats = field(init=False)
@@ -96,9 +99,10 @@ class Batch:
         self._clock.lap("loop")
         draft, invalid = self.propose(scored, draws)
         self._clock.lap("draft")
-        step = self.target.pack(segments, draft, self.cache)
+        target, self.reader = self.reader or self.target, None
+        step = target.pack(segments, draft, self.cache)
         self._clock.lap("loop")
-        logits, hidden = self.target.forward(step, self.cache, self.needs_hidden)
+        logits, hidden = target.forward(step, self.cache, self.needs_hidden)
         self._clock.lap("forward")
         scores = self.processed(scored, draft, Scores(logits, step.index))
         verdict = self.verify(scored, draft, scores, draws)
@@ -134,15 +138,16 @@ class Batch:
         segments, left = [], self.chunk
         for row, request in self.live.items():
             cached, tokens = self.cache.lengths[row], request.tokens
-            count = len(tokens) - cached
+            count = request.slots - cached
             if request.steps == 0:
                 count = min(count, left)
                 left -= count
             else:
-                assert count == 1, f"row {row}: {cached} tokens cached of {len(tokens)} committed"
+                assert count == 1, f"row {row}: {cached} tokens cached of {request.slots} committed"
             if count:
-                scored = cached + count == len(tokens)
-                segments.append(Segment(row, tokens[cached : cached + count], cached, scored))
+                first = max(0, cached - request.before)
+                ids = tokens[first : cached + count - request.before]
+                segments.append(Segment(row, ids, cached, cached + count == request.slots, request.shift))
         return segments
 
     def draws(self, scored: Sequence[Request]) -> Draws:
@@ -215,14 +220,14 @@ class Batch:
             )
         raise_if_undefined(read.next_token, [r.request_id for r in scored], [r.steps for r in scored])
         if draft.parents is not None:
-            self.cache.keep_path([(r.row, len(r.tokens) - 1) for r in scored], verdict.path)
+            self.cache.keep_path([(r.row, r.slots - 1) for r in scored], verdict.path)
         for segment in segments:
             self.cache.lengths[segment.row] = segment.start + len(segment.tokens)
         for b, request in enumerate(scored):
             n = read.n_accepted[b]
             tokens, request.done = self.stops.cut(request, [*read.accepted[b][:n], read.next_token[b]])
             request.append(tokens)
-            self.cache.lengths[request.row] = len(request.tokens) - 1
+            self.cache.lengths[request.row] = request.slots - 1
             if request.steps:
                 request.stats.record(draft.lengths[b], n, read.accept_prob[b])
             request.steps += 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specdec.compat import CACHE_FIELD
+from specdec.compat import CACHE_FIELD, cached_tokens
 from specdec.contracts import Draft, Scores
 from specdec.loop import Batch
 from specdec.requests import Request
@@ -30,13 +30,13 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 def collect(batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Cache | None) -> SpeculativeOutput:
     """The output of a batch that has run. `cache` (HF's, may be None) gets the keys and values of all columns but the
-    last, as `generate` leaves it."""
+    last, as `generate` leaves it; it is empty still, or holds the prompts."""
     pad = pad_token(config)
     longest = max(len(request.emitted) for request in batch.requests)
     if batch.keeps_cache or batch.recorder is not None:
         run_padding(batch, longest, pad)
     if cache is not None:
-        fill(cache, batch, input_ids.shape[1] + longest - 1)
+        fill(cache, batch, (cached_tokens(cache) or input_ids.shape[1]) + longest - 1)
     recorded = batch.recorder
     output = SpeculativeOutput(
         sequences=assemble(batch.requests, input_ids, pad),
@@ -71,7 +71,8 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
     lengths = [longest - len(request.emitted) - 1 for request in short]
     pads = torch.full((len(short), max(lengths)), pad, device=batch.target.device)
     draft = Draft(pads, lengths)
-    segments = [Segment(r.row, r.tokens[-1:], batch.cache.lengths[r.row], scored=True) for r in short]
+    lengths_before = batch.cache.lengths
+    segments = [Segment(r.row, r.tokens[-1:], lengths_before[r.row], True, r.shift) for r in short]
     step = batch.target.pack(segments, draft, batch.cache)
     logits, _ = batch.target.forward(step, batch.cache)
     batch.count(segments, draft)
@@ -85,7 +86,7 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
 
 def fill(cache: Cache, batch: Batch, columns: int) -> None:
     """Give `cache` the keys and values of the columns that it lacks of `columns`; zeros where a row has padding."""
-    present = int(cache.get_seq_length())
+    present = cached_tokens(cache)
     for index, layer in enumerate(batch.cache.layers):
         new = []
         for buffer in (layer.keys, layer.values):

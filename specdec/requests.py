@@ -20,6 +20,9 @@ class Request:
     pads:       how many of `columns` are padding; the rest are the real tokens.
     limit:      most tokens to emit.
     unseen:     left pads of HF's layout that `columns` does without; only processors of lengths count them.
+    before:     slots of its prompt less the real tokens in `columns`: more where a cache that was passed in or
+                embeddings stand for tokens that nobody named.
+    shift:      what its positions are ahead of its slots by.
     """
 
     row: int
@@ -29,6 +32,8 @@ class Request:
     pads: int
     limit: int
     unseen: int = 0
+    before: int = 0
+    shift: int = 0
     steps: int = 0  # verdicts so far
     done: bool = False
     stats: RowStats = field(init=False)
@@ -51,6 +56,11 @@ class Request:
     def tokens(self) -> np.ndarray:
         """The real tokens so far: prompt and emitted. A view."""
         return self.columns[self.pads : self._length]
+
+    @property
+    def slots(self) -> int:
+        """Slots that its text takes in the cache."""
+        return self._length - self.pads + self.before
 
     @property
     def emitted(self) -> np.ndarray:

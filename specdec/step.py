@@ -30,12 +30,14 @@ class Segment:
     start:  position of the first of them = the row's cached tokens.
     scored: whether the row is scored after the last of them (false inside a prompt); scored segments are, in order,
             the rows of the step's `Draft`.
+    shift:  what the model's positions are ahead of the slots by; 0 but for prompts with positions of their own.
     """
 
     row: int
     tokens: np.ndarray
     start: int
     scored: bool
+    shift: int = 0
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Step:
     chunks: (first, end, place, start) per prompt chunk: packed range, cache place, position of its first token.
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
+    masked: [n', S] slots that no token of a place may see, or None where there are none.
     """
 
     input_ids: Tensor
@@ -68,6 +71,7 @@ class Step:
     chunks: list[tuple[int, int, int, int]]
     first: dict[int, int]
     parents: Tensor | None = None
+    masked: Tensor | None = None
     windows: set[int] = field(default_factory=set)  # sliding windows that attention asked for
     _masks: dict = field(default_factory=dict)
 
@@ -96,6 +100,10 @@ class Step:
 
     def visible(self, window: int | None) -> Tensor:
         """[n', T, S] bool: may cell t of a place see slot s. `window`: at most that many positions, itself included."""
+        seen = self._reached(window)
+        return seen if self.masked is None else seen & ~self.masked[:, None]
+
+    def _reached(self, window: int | None) -> Tensor:
         slot_S = torch.arange(self.slots, device=self.token_slots.device)
         cell_nT = self.cell_slots.view(self.grid_places, self.width)
         if self.parents is None:  # slots are positions
@@ -177,6 +185,7 @@ def pack(segments: Sequence[Segment], draft: Draft, cache: SlotCache, device: to
         chunks=plan.chunks,
         first=plan.first,
         parents=parents,
+        masked=plan.masked_by_place(device) if cache.masked else None,
     )
 
 
@@ -234,7 +243,7 @@ class _Plan:
         self.first[segment.row] = first
         self.ids.extend(segment.tokens.tolist())
         self.ids.extend([0] * (total - known))  # drafted tokens are on the device: filled in there
-        self.positions.extend(range(segment.start, segment.start + total))
+        self.positions.extend(range(segment.start + segment.shift, segment.start + segment.shift + total))
         self.token_places.extend([self.cache.place(segment.row)] * total)
         self.token_slots.extend(range(segment.start, segment.start + total))
         if not segment.scored:
@@ -242,7 +251,7 @@ class _Plan:
         b = self.order[segment.row]
         self.draft_at.extend(range(first + known, first + total))
         self.draft_from.extend(range(b * self.N, b * self.N + total - known))
-        self.draft_root.extend([root] * (total - known))
+        self.draft_root.extend([root + segment.shift] * (total - known))
         self.scored_at[b] = range(first + known - 1, first + total)
 
     def send(self, device: torch.device) -> dict[str, Tensor]:
@@ -250,6 +259,13 @@ class _Plan:
         arrays = [np.asarray(getattr(self, name), dtype=np.int64) for name in self.SENT]
         sent = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
         return dict(zip(self.SENT, sent.split([len(array) for array in arrays]), strict=True))
+
+    def masked_by_place(self, device: torch.device) -> Tensor:
+        """[grid_places, slots] which slots nobody sees."""
+        masked = np.zeros((self.grid_places, self.slots), dtype=bool)
+        for segment in self.grid_segments:
+            masked[self.cache.place(segment.row), self.cache.masked.get(segment.row, [])] = True
+        return torch.from_numpy(masked).to(device, non_blocking=True)
 
     def parents_by_place(self, parents_BN: Tensor) -> Tensor:
         """[grid_places, width - 1] the drafted trees by cache place; other rows (prompt chunks) hold a chain."""

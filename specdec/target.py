@@ -56,7 +56,7 @@ class Target:
                 f"load {type(model).__name__} with attn_implementation='sdpa'"
             )
         self._configs = configs_of(model)
-        self._cache_argument = cache_argument(model)
+        self.cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         layer_types = getattr(self.config, "layer_types", None) or []
         self._has_windows = "sliding_attention" in layer_types and self.config.sliding_window is not None
@@ -94,6 +94,11 @@ class Target:
                 return rope.get("original_max_position_embeddings") or original or self.max_positions
         return None
 
+    @property
+    def last_logits_only(self) -> dict[str, int]:
+        """What keeps a forward of the model's own from computing the logits of every token."""
+        return {"logits_to_keep": 1} if self._keeps_logits else {}
+
     def new_cache(self) -> SlotCache:
         """An empty cache of this model's layers."""
         return SlotCache(self.config.num_hidden_layers)
@@ -112,7 +117,7 @@ class Target:
         Returns logits [R, V] of the nodes `step.keep` and, if `hidden` asks for it, the final state [M, D] of every
         packed token before or after the last norm."""
         cache.step = step
-        with self._capture(hidden) as captured:
+        with self.capture(hidden) as captured:
             logits = (
                 self._padded_logits(step, cache, embeds) if self.padded else self._packed_logits(step, cache, embeds)
             )
@@ -136,7 +141,7 @@ class Target:
                 attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=step.input_ids.device),
                 use_cache=True,
                 specdec_step=step,
-                **{self._cache_argument: cache},
+                **{self.cache_argument: cache},
                 **({"logits_to_keep": step.keep} if self._keeps_logits else {}),
             )
         return out.logits[0] if self._keeps_logits else out.logits[0].index_select(0, step.keep)
@@ -158,7 +163,7 @@ class Target:
             position_ids=step.to_grid(step.position_ids[0]).view(shape),
             attention_mask=self._padded_mask(step),
             use_cache=True,
-            **{self._cache_argument: cache},
+            **{self.cache_argument: cache},
         )
         return step.from_grid(out.logits.flatten(0, 1)).index_select(0, step.keep)
 
@@ -179,7 +184,7 @@ class Target:
         return "isinstance(causal_mask_mapping := attention_mask, dict)" in decoder or "attention_mask, dict" in decoder
 
     @contextmanager
-    def _capture(self, hidden: HiddenContract | None) -> Iterator[list[Tensor]]:
+    def capture(self, hidden: HiddenContract | None) -> Iterator[list[Tensor]]:
         """Collect the decoder's final state during one forward of this thread."""
         captured: list[Tensor] = []
         if hidden is None:

@@ -96,7 +96,7 @@ def test_generate_goes_on_from_the_returned_cache(family):
     expected = hf(model, max_new_tokens=32)
     mask = torch.cat([prompts()["attention_mask"], torch.ones(4, 20, dtype=torch.long)], dim=1)
     settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
-    more = model.generate(ours.sequences, past_key_values=ours[CACHE_FIELD], **settings)
+    more = model.generate(ours.sequences, **{CACHE_FIELD: ours[CACHE_FIELD]}, **settings)
     assert torch.equal(more, expected)
 
 

@@ -1,0 +1,117 @@
+"""Prompts that only the model's own forward can read: embeddings, masks with holes, positions of one's own, and what
+follows a cache that was passed in.
+
+The model reads the prompt as `generate` would make it, into Hugging Face's cache; its keys and values are copied to the
+slot cache, a slot per column, and decoding goes on from there as after any other prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from specdec.cache import SlotCache
+from specdec.compat import handed_over
+from specdec.contracts import Draft
+from specdec.layout import Layout
+from specdec.step import Segment
+from specdec.target import HiddenContract, Target
+
+READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+class PromptReader:
+    """In place of a `Target` for the step that reads all prompts: the model's own forward, from `layout.past` on.
+
+    kwargs: what `generate` hands over; its cache, if there is one, is left with all columns of the prompt.
+    Raises NotImplementedError for a cache that does not hold keys and values as they are."""
+
+    def __init__(self, target: Target, layout: Layout, kwargs: Mapping[str, Any]):
+        self.target, self.layout, self.kwargs = target, layout, kwargs
+        cache = handed_over(kwargs)
+        self.cache = DynamicCache(config=target.config) if cache is None else cache
+        check_readable(self.cache)
+
+    def pack(self, segments: Sequence[Segment], draft: Draft, cache: SlotCache) -> _Reading:
+        """All rows, in order; nothing is drafted in this step."""
+        first = dict(zip((s.row for s in segments), np.cumsum([0, *(len(s.tokens) for s in segments)]), strict=False))
+        return _Reading(torch.arange(len(segments), device=self.target.device)[:, None], first, segments)
+
+    @torch.no_grad()
+    def forward(
+        self, step: _Reading, cache: SlotCache, hidden: HiddenContract | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, V] after the last column and, if `hidden` asks, the states [M, D] of the rows' tokens."""
+        with self.target.capture(hidden) as captured:
+            out = self.target.model(
+                **self._inputs(),
+                attention_mask=self.kwargs.get("attention_mask"),
+                use_cache=True,
+                **{self.target.cache_argument: self.cache},
+                **self.target.last_logits_only,
+            )
+        self._load(cache, [segment.row for segment in step.segments])
+        if hidden is None:
+            return out.logits[:, -1], None
+        pads = self.layout.pads.tolist()
+        return out.logits[:, -1], torch.cat([row[pad:] for row, pad in zip(captured[0], pads, strict=True)])
+
+    def _inputs(self) -> dict[str, Tensor]:
+        new = self.layout.columns - self.layout.past
+        embeds, positions = self.kwargs.get("inputs_embeds"), self.kwargs.get("position_ids")
+        inputs = {} if positions is None else {"position_ids": positions[:, -new:].to(self.target.device)}
+        if embeds is not None:
+            return inputs | {"inputs_embeds": embeds[:, -new:]}
+        ids = torch.from_numpy(self.layout.ids[:, -new:]).to(self.target.device)
+        return inputs | {"input_ids": ids}
+
+    def _load(self, cache: SlotCache, rows: Sequence[int]) -> None:
+        """Copy the keys and values of every column from the first that is seen on; what is masked is zeroed, since it
+        is multiplied with weights of 0 and may be anything."""
+        columns, pads = self.layout.columns, self.layout.pads.tolist()
+        cache.reserve(columns)
+        for slots, layer in zip(cache.layers, self.cache.layers, strict=True):
+            count = min(columns, layer.keys.shape[2])  # a window keeps the last ones, and needs no others
+            last = slice(0, columns) if count == columns else slice(-count, None)
+            keys, values = layer.keys[:, :, last], layer.values[:, :, last]
+            slots.lazy_initialization(keys, values)
+            for b, row in enumerate(rows):
+                skip = max(0, pads[b] - (columns - count))
+                seen = torch.from_numpy(self.layout.seen[b, columns - count + skip :]).to(keys.device)[:, None]
+                at = slice(columns - count + skip - pads[b], columns - pads[b])
+                slots.keys[cache.place(row), :, at] = keys[b, :, skip:] * seen
+                slots.values[cache.place(row), :, at] = values[b, :, skip:] * seen
+        for row, pad, seen in zip(rows, pads, self.layout.seen, strict=True):
+            if not seen[pad:].all():
+                cache.masked[row] = np.flatnonzero(~seen[pad:])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What the loop needs to know of the step, see `Step`."""
+
+    index: Tensor
+    first: dict[int, int]
+    segments: Sequence[Segment]
+
+
+def check_readable(cache: Cache) -> None:
+    """NotImplementedError, naming the kind, for a cache whose keys and values cannot be copied as they are."""
+    for layer in cache.layers:
+        if type(layer) not in READABLE:
+            raise NotImplementedError(
+                f"a cache with layers of type {type(layer).__name__} is not supported: give a DynamicCache or a "
+                f"StaticCache"
+            )
