@@ -6,7 +6,8 @@
 
 from specdec.batching import Finished, stream_batch
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
-from specdec.generation import generate, speculate
+from specdec.generation import generate
+from specdec.speculation import speculate
 from specdec.stats import Stats
 from specdec.target import Target
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.call_checks import check_per_request, refuse_arguments
-from specdec.generation import DRAFTS_INSTEAD, speculate
+from specdec.generation import DRAFTS_INSTEAD
 from specdec.loop import Batch
+from specdec.speculation import speculate
 from specdec.stats import RowStats
 from specdec.stopping import with_stop_strings
 

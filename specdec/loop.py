@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.budget import Budget
+from specdec.columns import Columns
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.draft_checks import check_draft, claimed, made_safe
 from specdec.draws import make_draws, raise_if_undefined
@@ -42,6 +43,7 @@ class Batch:
     chunk:     most prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them.
     reader:    in place of the target in the first step, which then takes all prompts whole.
     recorder:  keeps the scores of emitted tokens, where they were asked for.
+    columns:   asks criteria and streams for all rows together.
     keeps_cache: finished rows keep their keys and values, for who made the batch to read.
     """
 
@@ -59,6 +61,7 @@ class Batch:
     chunk: int = CHUNK
     reader: PromptReader | None = None
     recorder: ScoreRecorder | None = None
+    columns: Columns | None = None
     keeps_cache: bool = False
     stats: Stats = field(init=False)
 
@@ -114,7 +117,9 @@ class Batch:
         self._clock.lap("loop")
         self.observe(segments, scored, step, verdict, hidden)
         self._clock.lap("draft")
-        finished = [request for request in scored if request.done]
+        if self.columns is not None:
+            self.columns.advance()
+        finished = [request for request in self.live.values() if request.done]
         self.retire(finished)
         self.count(segments, draft)
         self._clock.lap("loop")

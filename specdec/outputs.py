@@ -33,7 +33,9 @@ def collect(batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Ca
     last, as `generate` leaves it; it is empty still, or holds the prompts."""
     pad = pad_token(config)
     longest = max(len(request.emitted) for request in batch.requests)
-    if batch.keeps_cache or batch.recorder is not None:
+    if batch.keeps_cache:
+        for request in batch.requests:  # of some, a criterion took tokens back
+            batch.cache.lengths[request.row] = request.slots - 1
         run_padding(batch, longest, pad)
     if cache is not None:
         fill(cache, batch, (cached_tokens(cache) or input_ids.shape[1]) + longest - 1)
@@ -71,8 +73,7 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
     lengths = [longest - len(request.emitted) - 1 for request in short]
     pads = torch.full((len(short), max(lengths)), pad, device=batch.target.device)
     draft = Draft(pads, lengths)
-    lengths_before = batch.cache.lengths
-    segments = [Segment(r.row, r.tokens[-1:], lengths_before[r.row], True, r.shift) for r in short]
+    segments = [Segment(r.row, r.tokens[-1:], r.slots - 1, True, r.shift) for r in short]
     step = batch.target.pack(segments, draft, batch.cache)
     logits, _ = batch.target.forward(step, batch.cache)
     batch.count(segments, draft)

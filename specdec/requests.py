@@ -72,6 +72,11 @@ class Request:
         """Tokens that may still be emitted."""
         return self.limit - (self._length - self.prompt_columns)
 
+    def cut(self, count: int) -> None:
+        """Take back what was emitted beyond `count` tokens."""
+        self.stats.emitted = min(self.stats.emitted, count)
+        self._length = self.prompt_columns + self.stats.emitted
+
     def append(self, tokens: list[int]) -> None:
         """Commit `tokens`; the buffer doubles when it is full."""
         end = self._length + len(tokens)

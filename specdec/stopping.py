@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -42,11 +43,10 @@ def with_stop_strings(model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, 
 
 
 class Stops:
-    """HF's stopping criteria, asked at every token of a block as plain `generate` asks at every step.
+    """HF's stopping criteria. End tokens and lengths are read out of theirs and checked on the host, inside a block.
 
-    End tokens, lengths and times are read out of their criteria and checked on the host; any other criterion is called
-    with the request's own ids [1, columns] per token, in HF's column layout, and with scores None. A stopped row is
-    padded; HF goes on emitting for it until all rows have stopped where the call has no end token.
+    together: whether the other criteria, and the time, are asked for all rows of a batch at once (see `Columns`), as
+              `generate` asks them. Else each row is a call of its own, and they see [1, columns] of it at every token.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
@@ -54,6 +54,9 @@ class Stops:
         self.deadline = float("inf")
         self.max_length = float("inf")
         self.others = StoppingCriteriaList()
+        self.together = False
+        self.device = torch.device("cpu")  # of the ids that criteria see
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as `generate` decides it
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.flatten().tolist())  # once per call, before the loop
@@ -64,15 +67,26 @@ class Stops:
             else:
                 self.others.append(criterion)
 
+    @property
+    def asks_more(self) -> bool:
+        """Whether there are criteria beyond end tokens and lengths."""
+        return bool(self.others) or self.deadline < float("inf")
+
     def cut(self, request: Request, tokens: list[int]) -> tuple[list[int], bool]:
         """The part of `tokens` up to and including the first stop, and whether there was one."""
         tokens = tokens[: request.room]
-        done = len(tokens) == request.room or time.time() > self.deadline
+        alone = not self.together
+        done = len(tokens) == request.room or (alone and time.time() > self.deadline)
         for count, token in enumerate(tokens, 1):
-            if token in self.eos or (self.others and self._other_stop(request, tokens[:count])):
+            other = alone and bool(self.others) and self._other_stop(request, tokens[:count])
+            if other or token in self.eos:
                 return tokens[:count], True
         return tokens, done
 
+    def ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> np.ndarray:
+        """[B] whether a row of `ids` [B, columns] stops here, by the criteria that `cut` leaves out."""
+        return self.others(ids, scores).cpu().numpy() | (time.time() > self.deadline)
+
     def _other_stop(self, request: Request, tokens: list[int]) -> bool:
-        ids = torch.from_numpy(np.concatenate([request.text, tokens]))[None]
+        ids = torch.from_numpy(np.concatenate([request.text, tokens])).to(self.device)[None]
         return bool(self.others(ids, None).any())

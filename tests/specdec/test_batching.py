@@ -32,7 +32,7 @@ class Watched(loop.Batch):
 
 @pytest.fixture
 def steps(monkeypatch):
-    monkeypatch.setattr("specdec.generation.Batch", Watched)
+    monkeypatch.setattr("specdec.speculation.Batch", Watched)
     Watched.steps = []
     return Watched.steps
 
