@@ -30,7 +30,7 @@ COLUMNS: Columns = {
     "width": lambda point: str(point["width"]),
     "M": lambda point: str(point["rows"] * point["width"]),
     "ms": lambda point: in_ms(point["packed"]),
-    "of the floor": lambda point: f"{point['floor_share']:.0%}",
+    "of bandwidth": lambda point: f"{point['floor_share']:.0%}",
     "HF's ms": lambda point: in_ms(point["hf"]),
     "HF / packed": lambda point: f"{point['hf']['seconds'] / point['packed']['seconds']:.2f}",
     "launches": lambda point: str(point["launches"]),

@@ -1,120 +1,64 @@
-"""`specdec bench step`: what the parts of one verification step cost beside the target's forward.
-
-The forward of B rows with N drafted tokens each, every verification rule as the engine calls it, and the logits
-processors, timed in turn in one process, so that a slow spell of the machine hits all alike.
-"""
+"""`specdec bench step`: what a decode step costs: its parts alone, in the real loop, and by context."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-import torch
-from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
-
-from eval.bench_verify import peaked
+from eval import bench_context, bench_decode, bench_parts
 from eval.environment import described
-from eval.plan.measure import forward_calls
-from eval.plan.show import Columns, as_table
+from eval.plan.show import as_table
 from eval.report import plain_console
-from eval.timing import in_ms, interleaved, spread
-from specdec.contracts import Draft, Scores
-from specdec.draws import make_draws
+from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
-from specdec.processors import Prefixes, Processors
-from specdec.registry import VERIFIERS, known
-from specdec.target import Target
-
-FORWARD = "target forward"
-RULES = {"greedy": False, "rejection, one-hot": False, "rejection, q": True, "block, q": True, "coupled": False}
-PROCESSORS = {
-    "temperature": [TemperatureLogitsWarper(0.7)],
-    "temperature, top-k": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50)],
-    "repetition penalty, temperature": [RepetitionPenaltyLogitsProcessor(1.1), TemperatureLogitsWarper(0.7)],
-}
-
-COLUMNS: Columns = {
-    "part": lambda row: row["part"],
-    "ms": lambda row: in_ms(row),
-    "of the forward": lambda row: f"{row['of_forward']:.1%}",
-}
+from specdec.prompts import encode, load_prompts
 
 
 def run(
     *,
     target: str,
+    drafter: str,
     dtype: str,
     device: str,
-    batch_size: int,
+    batch_sizes: Sequence[int],
     draft_length: int,
-    context: int,
+    contexts: Sequence[int],
+    steps: int,
     repeats: int,
+    raw: bool,
     as_json: bool,
 ) -> None:
-    """Time the parts and print a table, or with `as_json` one JSON object and nothing else.
+    """Measure and print three tables, or with `as_json` one JSON object and nothing else.
 
-    context: cached tokens per row. Raises ValueError for a size below 1, or past the target's positions."""
-    for name, value in {"--batch-size": batch_size, "--context": context, "--repeats": repeats}.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: give at least 1")
+    contexts: cached tokens per row; the parts are timed at the first, and all at the largest batch size.   steps: of
+    each run of the loop on the built-in prompts.   raw: without the chat template.
+    Raises ValueError for sizes that cannot be measured."""
+    for name, values in {
+        "--batch-sizes": batch_sizes,
+        "--contexts": contexts,
+        "--steps and --repeats": (steps, repeats),
+    }.items():
+        if min(values) < 1:
+            raise ValueError(f"{name} are {', '.join(map(str, values))}: give at least 1")
+    spec = DrafterSpec.parse(drafter)
+    length = draft_length if spec.length is None else spec.length
     loaded = load_target(target, dtype, device)
-    positions = Target(loaded.model).max_positions
-    if positions is not None and context + draft_length + 1 > positions:
-        raise ValueError(
-            f"--context is {context} and --draft-length {draft_length}: with one more token that is past the target's "
-            f"{positions} positions, give a smaller context"
-        )
-    with torch.no_grad():
-        parts = operations(loaded.model, batch_size, draft_length, context, repeats)
-        seconds = interleaved(parts, repeats, loaded.model.device)
-    rows = [summary(part, seconds[part], statistics.median(seconds[FORWARD])) for part in parts]
-    about = described(loaded, {})
-    shape = {"batch_size": batch_size, "draft_length": draft_length, "context": context, "repeats": repeats}
+    drafts = build_drafter(spec, loaded)
+    prompts = encode(load_prompts(None, max(batch_sizes)), loaded.tokenizer, raw)
+    model, B = loaded.model, max(batch_sizes)
+    found = {
+        "parts": bench_parts.measure(model, B, length, contexts[0], repeats),
+        "decode": bench_decode.measure(model, drafts, length, prompts, batch_sizes, steps, repeats),
+        "contexts": bench_context.measure(model, B, length, contexts, repeats),
+    }
     if as_json:
-        print(json.dumps({"environment": about, **shape, "parts": rows}, indent=2))
+        settings = {"draft_length": length, "steps": steps, "repeats": repeats}
+        print(json.dumps({"environment": described(loaded, {drafter: drafts}), **settings, **found}, indent=2))
         return
-    print(f"{loaded.description}: {batch_size} rows, {draft_length} drafted tokens, {context} tokens of context")
-    plain_console().print(as_table(rows, COLUMNS, section="kind"))
-
-
-def operations(model: PreTrainedModel, B: int, N: int, context: int, repeats: int) -> dict[str, Callable[[], Any]]:
-    """Every part by name, bound to its inputs: the target's forward first, to be called in `interleaved` rounds."""
-    V = Target(model).vocab_size
-    logits, q_logits = peaked(B, N, V, model.device)
-    tokens = torch.zeros(B, N, dtype=torch.long, device=model.device)
-    one_hot = Draft(tokens, [N] * B)
-    with_q = Draft(tokens, [N] * B, q_logits=q_logits, q_logz=q_logits.logsumexp(-1))
-    scores = Scores(logits, torch.arange(B * (N + 1), device=model.device).view(B, N + 1))
-    calls, _ = forward_calls(model, [B], [N + 1], [context], repeats + 1)
-    parts: dict[str, Callable[[], Any]] = {FORWARD: calls[B, N + 1, context]}
-    for rule, takes_q in RULES.items():
-        parts[f"verify: {rule}"] = partial(verify, rule.partition(",")[0], with_q if takes_q else one_hot, scores)
-    columns = [np.arange(context, dtype=np.int64) % V for _ in range(B)]
-    for name, processors in PROCESSORS.items():
-        parts[f"processors: {name}"] = partial(process, processors, logits, columns, one_hot)
-    return parts
-
-
-def verify(rule: str, draft: Draft, scores: Scores) -> None:
-    """One verdict as in a step: new draws, and nothing kept from the last one."""
-    verifier, B = known(VERIFIERS, rule, "verifier")(), len(draft.lengths)
-    draws = make_draws(verifier.draws, 0, range(B), [0] * B, [0] * B, lambda x: x, draft.tokens.device)
-    verifier.verify(draft, Scores(scores.logits, scores.index), draws)
-
-
-def process(processors: list, logits: Tensor, columns: list[np.ndarray], draft: Draft) -> None:
-    """p at every position."""
-    V = logits.shape[-1]
-    Processors(LogitsProcessorList(processors), V).apply(logits, Prefixes(columns, range(len(columns)), draft))
-
-
-def summary(part: str, seconds: list[float], forward_seconds: float) -> dict[str, Any]:
-    """Median, quartiles (seconds) and the median's share of the forward's."""
-    found = spread(seconds)
-    return {"part": part, "kind": part.partition(":")[0], **found, "of_forward": found["seconds"] / forward_seconds}
+    console = plain_console()
+    print(f"{loaded.description}: {B} rows, {length} drafted tokens, {contexts[0]} tokens of context")
+    console.print(as_table(found["parts"], bench_parts.COLUMNS, section="kind"))
+    print(f"the decode loop with {drafter}, {length} drafted tokens, {repeats} runs of {steps} steps each")
+    console.print(as_table(found["decode"], bench_decode.COLUMNS, section="rows"))
+    print(bench_context.growth(found["contexts"]))
+    console.print(as_table(found["contexts"], bench_context.COLUMNS, section="rows"))

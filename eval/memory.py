@@ -53,9 +53,9 @@ def measure(
     prefill, decode = 0, 0
     with torch.no_grad():
         while any(request.steps == 0 for request in batch.requests):
-            prefill = max(prefill, _beside_cache(batch))
+            prefill = max(prefill, beside_cache(batch))
         for _ in range(DECODE_STEPS):
-            decode = max(decode, _beside_cache(batch))
+            decode = max(decode, beside_cache(batch))
     if drafter is not None:
         drafter.release(list(batch.live))
     return Memory(method, batch_size, context, weight_bytes(model), batch.cache.nbytes, prefill, decode)
@@ -132,7 +132,7 @@ def _batch(model: PreTrainedModel, drafter: Drafter | None, draft_length: int, b
     return endless(target, full, draft_length, [text.copy() for _ in range(batch_size)], 2 * room)
 
 
-def _beside_cache(batch: Batch) -> int:
+def beside_cache(batch: Batch) -> int:
     """Peak of one step beside the cache. Where the cache grows in it, a layer's old buffer counts until it is freed."""
     with PeakBytes() as used:
         used.count([buffer for layer in batch.cache.layers for buffer in (layer.keys, layer.values)])

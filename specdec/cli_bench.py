@@ -10,9 +10,12 @@ from specdec.call_checks import check_draft_length
 from specdec.cli_options import (
     AsJson,
     BatchSizes,
+    Contexts,
     Device,
+    Drafter,
     DraftLength,
     DType,
+    Raw,
     Target,
     hand_on,
     one_sentence_errors,
@@ -59,17 +62,25 @@ def forward(
 @one_sentence_errors
 def step(
     target: Target = "demo",
-    batch_size: Annotated[int, typer.Option(help="Rows.")] = 8,
+    drafter: Drafter = "ngram",
+    batch_sizes: BatchSizes = "1,8",
     draft_length: DraftLength = 5,
-    context: Context = 256,
+    contexts: Contexts = "256,4096",
+    steps: Annotated[int, typer.Option(help="Decode steps of each run of the loop.")] = 32,
     repeats: Repeats = 9,
+    raw: Raw = False,
     dtype: DType = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Time the parts of a step beside the target's forward: verification rules and logits processors."""
+    """Time the parts of a step beside the target's forward, where a real step's time goes, and what context adds."""
     check_draft_length(draft_length)
-    hand_on("bench step", locals())
+    hand_on(
+        "bench step",
+        locals(),
+        batch_sizes=several("--batch-sizes", batch_sizes, int),
+        contexts=several("--contexts", contexts, int),
+    )
 
 
 @bench.command("train")

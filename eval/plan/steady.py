@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -76,20 +76,13 @@ def steady(
 
     Stop tokens are ordinary tokens here. Raises ValueError where a prompt leaves no room for the steps, and for trees.
     """
-    batch = _batch(model, drafter, draft_length, prompts, steps)
-    try:
-        with torch.no_grad():
-            while any(request.steps <= WARM_UP for request in batch.requests):
-                batch.step()
-            first = [len(request.stats.accepted) for request in batch.requests]
-            before = dict(batch.stats.seconds)
-            contexts = []
-            for _ in range(steps):
-                contexts.extend(batch.cache.lengths.values())
-                batch.step()
-    finally:
-        if drafter is not None:
-            drafter.release(list(batch.live))
+    with warm(model, drafter, draft_length, prompts, steps) as batch:
+        first = [len(request.stats.accepted) for request in batch.requests]
+        before = dict(batch.stats.seconds)
+        contexts = []
+        for _ in range(steps):
+            contexts.extend(batch.cache.lengths.values())
+            batch.step()
     rows = [request.stats for request in batch.requests]
     return Steady(
         rows=len(prompts),
@@ -102,10 +95,25 @@ def steady(
     )
 
 
+@contextmanager
+def warm(
+    model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
+) -> Iterator[Batch]:
+    """A batch after its prefill and a few steps, to be stepped `steps` times at most. Raises as `steady` does."""
+    batch = _batch(model, drafter, draft_length, prompts, steps)
+    try:
+        while any(request.steps <= WARM_UP for request in batch.requests):
+            batch.step()
+        yield batch
+    finally:
+        if drafter is not None:
+            drafter.release(list(batch.live))
+
+
 def _batch(
     model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
 ) -> Batch:
-    target = _PhasedTarget(model)
+    target = PhasedTarget(model)
     prefill = len(prompts) + sum(map(len, prompts)) // CHUNK  # at most so many steps; rows that are ready decode on
     longest = max(map(len, prompts)) + (prefill + WARM_UP + steps) * (draft_length + 1)
     if longest > (target.max_positions or longest):
@@ -114,10 +122,10 @@ def _batch(
             f"{longest} positions and the model has {target.max_positions}: ask for fewer steps"
         )
     texts = [np.array(prompt, dtype=np.int64) for prompt in prompts]
-    return endless(target, drafter, draft_length, texts, 2 * longest, _PhasedBatch)
+    return endless(target, drafter, draft_length, texts, 2 * longest, PhasedBatch)
 
 
-class _PhasedTarget(Target):
+class PhasedTarget(Target):
     """Waits for the device after each forward, so that its time is not counted to the phase that reads the result."""
 
     def forward(
@@ -128,7 +136,7 @@ class _PhasedTarget(Target):
         return result
 
 
-class _PhasedBatch(Batch):
+class PhasedBatch(Batch):
     """Waits for the device after drafting, likewise, and refuses trees: their depths say nothing about their cost."""
 
     def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
