@@ -33,11 +33,8 @@ def run(
     contexts: cached tokens per row; the parts are timed at the first, and all at the largest batch size.   steps: of
     each run of the loop on the built-in prompts.   raw: without the chat template.
     Raises ValueError for sizes that cannot be measured."""
-    for name, values in {
-        "--batch-sizes": batch_sizes,
-        "--contexts": contexts,
-        "--steps and --repeats": (steps, repeats),
-    }.items():
+    sizes = {"--batch-sizes": batch_sizes, "--contexts": contexts, "--steps and --repeats": (steps, repeats)}
+    for name, values in sizes.items():
         if min(values) < 1:
             raise ValueError(f"{name} are {', '.join(map(str, values))}: give at least 1")
     spec = DrafterSpec.parse(drafter)
@@ -47,9 +44,9 @@ def run(
     prompts = encode(load_prompts(None, max(batch_sizes)), loaded.tokenizer, raw)
     model, B = loaded.model, max(batch_sizes)
     found = {
+        "contexts": bench_context.measure(model, B, length, contexts, repeats),  # first: it refuses what is too long
         "parts": bench_parts.measure(model, B, length, contexts[0], repeats),
         "decode": bench_decode.measure(model, drafts, length, prompts, batch_sizes, steps, repeats),
-        "contexts": bench_context.measure(model, B, length, contexts, repeats),
     }
     if as_json:
         settings = {"draft_length": length, "steps": steps, "repeats": repeats}

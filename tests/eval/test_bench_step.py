@@ -1,4 +1,4 @@
-"""`specdec bench step`: its parts, where a step's time goes, what context adds: every figure follows from its seconds."""
+"""`specdec bench step`: its parts, where a step's time goes, what context adds; figures follow from its seconds."""
 
 import json
 
