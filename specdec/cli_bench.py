@@ -15,6 +15,8 @@ from specdec.cli_options import (
     Drafter,
     DraftLength,
     DType,
+    MaxNewTokens,
+    PromptsFile,
     Raw,
     Target,
     hand_on,
@@ -81,6 +83,26 @@ def step(
         batch_sizes=several("--batch-sizes", batch_sizes, int),
         contexts=several("--contexts", contexts, int),
     )
+
+
+@bench.command("schedule")
+@one_sentence_errors
+def schedule(
+    target: Target = "demo",
+    drafter: Drafter = "ngram",
+    prompts: PromptsFile = None,
+    limit: Annotated[int, typer.Option(help="N requests; prompts start over where there are fewer.")] = 64,
+    raw: Raw = False,
+    max_batch: Annotated[int, typer.Option(help="Rows at work at a time.")] = 8,
+    max_new_tokens: MaxNewTokens = 128,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per step, at most.")] = 32,
+    repeats: Repeats = 3,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Run many requests through a few rows, against Hugging Face's generate in static batches."""
+    hand_on("bench schedule", locals())
 
 
 @bench.command("train")

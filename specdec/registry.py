@@ -35,6 +35,7 @@ COMMANDS = {
     "train mtp": "train.mtp:main",
     "train draft": "train.draft:main",
     "bench forward": "eval.bench_forward:run",
+    "bench schedule": "eval.bench_schedule:run",
     "bench step": "eval.bench_step:run",
     "bench train": "train.bench:run",
     "bench verify": "eval.bench_verify:run",
