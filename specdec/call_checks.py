@@ -18,7 +18,10 @@ from specdec.requests import Request
 from specdec.target import Target
 
 # Of the model's own keyword arguments.
-HONOURED = {"attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", *CACHE_KWARGS}
+HONOURED = {
+    "attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", "output_attentions",
+    "output_hidden_states", *CACHE_KWARGS,
+}  # fmt: skip
 
 
 def check_draft_length(draft_length: int) -> None:
@@ -138,8 +141,6 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "penalty_alpha": bool(config.penalty_alpha),
         "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
         "dola_layers": getattr(config, "dola_layers", None) is not None,
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_early_exit": config.assistant_early_exit is not None,
         **{name: value is not None for name, value in model_kwargs.items() if name not in HONOURED},

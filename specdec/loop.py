@@ -102,7 +102,7 @@ class Batch:
         self._clock.lap("loop")
         draft, invalid = self.propose(scored, draws)
         self._clock.lap("draft")
-        target, self.reader = self.reader or self.target, None
+        target = self.target if self.stats.forwards else self.reader or self.target
         step = target.pack(segments, draft, self.cache)
         self._clock.lap("loop")
         logits, hidden = target.forward(step, self.cache, self.needs_hidden)

@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from specdec.compat import CACHE_FIELD, cached_tokens
 from specdec.contracts import Draft, Scores
+from specdec.layer_outputs import layer_outputs
 from specdec.loop import Batch
 from specdec.requests import Request
 from specdec.stats import Stats
@@ -37,14 +38,20 @@ def collect(batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Ca
         for request in batch.requests:  # of some, a criterion took tokens back
             batch.cache.lengths[request.row] = request.slots - 1
         run_padding(batch, longest, pad)
+    sequences = assemble(batch.requests, input_ids, pad)
+    columns = (cached_tokens(cache) or input_ids.shape[1]) + longest - 1
+    layers = {}
+    if config.return_dict_in_generate and batch.reader is not None and batch.reader.asked:
+        layers = layer_outputs(batch.reader, sequences[:, input_ids.shape[1] :], cached=cache is not None)
     if cache is not None:
-        fill(cache, batch, (cached_tokens(cache) or input_ids.shape[1]) + longest - 1)
+        fill(cache, batch, columns)
     recorded = batch.recorder
     output = SpeculativeOutput(
-        sequences=assemble(batch.requests, input_ids, pad),
+        sequences=sequences,
         scores=None if recorded is None else recorded.columns(recorded.scores, longest),
         logits=None if recorded is None else recorded.columns(recorded.logits, longest),
         **{CACHE_FIELD: cache},
+        **layers,
     )
     output.stats = batch.stats
     return output
@@ -88,6 +95,8 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
 def fill(cache: Cache, batch: Batch, columns: int) -> None:
     """Give `cache` the keys and values of the columns that it lacks of `columns`; zeros where a row has padding."""
     present = cached_tokens(cache)
+    if present == columns:
+        return
     for index, layer in enumerate(batch.cache.layers):
         new = []
         for buffer in (layer.keys, layer.values):

@@ -1,8 +1,9 @@
-"""Prompts that only the model's own forward can read: embeddings, masks with holes, positions of one's own, and what
-follows a cache that was passed in.
+"""Prompts that only the model's own forward can read.
 
-The model reads the prompt as `generate` would make it, into Hugging Face's cache; its keys and values are copied to the
-slot cache, a slot per column, and decoding goes on from there as after any other prompt.
+They are embeddings, masks with holes, positions of one's own, what follows a cache that was passed in, and the prompts
+of calls that ask for hidden states or attentions. The model reads them as it does in `generate`, into Hugging Face's
+cache; keys and values are copied to the slot cache, a slot per column, and decoding goes on from there as after any
+other prompt.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.utils import ModelOutput
 
 from specdec.cache import SlotCache
 from specdec.compat import handed_over
@@ -36,10 +38,13 @@ class PromptReader:
     """In place of a `Target` for the step that reads all prompts: the model's own forward, from `layout.past` on.
 
     kwargs: what `generate` hands over; its cache, if there is one, is left with all columns of the prompt.
+    asked:  which of "hidden_states" and "attentions" it asks for.
     Raises NotImplementedError for a cache that does not hold keys and values as they are."""
 
     def __init__(self, target: Target, layout: Layout, kwargs: Mapping[str, Any]):
         self.target, self.layout, self.kwargs = target, layout, kwargs
+        self.asked = [name for name in ("hidden_states", "attentions") if kwargs.get(f"output_{name}")]
+        self.first: ModelOutput | None = None  # what the prompts' forward gave of it
         cache = handed_over(kwargs)
         self.cache = DynamicCache(config=target.config) if cache is None else cache
         check_readable(self.cache)
@@ -54,28 +59,50 @@ class PromptReader:
         self, step: _Reading, cache: SlotCache, hidden: HiddenContract | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [B, V] after the last column and, if `hidden` asks, the states [M, D] of the rows' tokens."""
+        new = self.layout.columns - self.layout.past
+        embeds = self.kwargs.get("inputs_embeds")
+        if embeds is not None:
+            inputs = {"inputs_embeds": embeds[:, -new:]}
+        else:
+            inputs = {"input_ids": torch.from_numpy(self.layout.ids[:, -new:]).to(self.target.device)}
         with self.target.capture(hidden) as captured:
-            out = self.target.model(
-                **self._inputs(),
-                attention_mask=self.kwargs.get("attention_mask"),
-                use_cache=True,
-                **{self.target.cache_argument: self.cache},
-                **self.target.last_logits_only,
-            )
+            out = self._run(inputs, new, 0, self.cache)
         self._load(cache, [segment.row for segment in step.segments])
+        self.first = out if self.asked else None
         if hidden is None:
             return out.logits[:, -1], None
         pads = self.layout.pads.tolist()
         return out.logits[:, -1], torch.cat([row[pad:] for row, pad in zip(captured[0], pads, strict=True)])
 
-    def _inputs(self) -> dict[str, Tensor]:
-        new = self.layout.columns - self.layout.past
-        embeds, positions = self.kwargs.get("inputs_embeds"), self.kwargs.get("position_ids")
-        inputs = {} if positions is None else {"position_ids": positions[:, -new:].to(self.target.device)}
-        if embeds is not None:
-            return inputs | {"inputs_embeds": embeds[:, -new:]}
-        ids = torch.from_numpy(self.layout.ids[:, -new:]).to(self.target.device)
-        return inputs | {"input_ids": ids}
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> ModelOutput:
+        """Go on, into the same cache, with `ids` [B, T] that were emitted after the text that it holds."""
+        after = int(self.cache.get_seq_length()) - self.layout.columns
+        return self._run({"input_ids": ids}, ids.shape[1], after + ids.shape[1], self.cache)
+
+    @torch.no_grad()
+    def read_again(self, ids: Tensor) -> ModelOutput:
+        """The whole text, the emitted `ids` [B, T] included, without a cache."""
+        text = torch.cat([torch.from_numpy(self.layout.ids).to(ids), ids], dim=1)
+        return self._run({"input_ids": text}, text.shape[1], ids.shape[1], None)
+
+    def _run(self, inputs: dict[str, Tensor], columns: int, emitted: int, cache: Cache | None) -> ModelOutput:
+        """The last `columns` columns of a text of which `emitted` were emitted."""
+        mask, positions = self.kwargs.get("attention_mask"), self.kwargs.get("position_ids")
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), emitted)], dim=1)
+        if positions is not None:
+            following = positions[:, -1:] + 1 + torch.arange(emitted, device=positions.device)
+            inputs |= {"position_ids": torch.cat([positions, following], dim=1)[:, -columns:].to(self.target.device)}
+        if cache is not None:
+            inputs |= {self.target.cache_argument: cache}
+        return self.target.model(
+            **inputs,
+            attention_mask=mask,
+            use_cache=cache is not None,
+            **{f"output_{name}": True for name in self.asked},
+            **self.target.last_logits_only,
+        )
 
     def _load(self, cache: SlotCache, rows: Sequence[int]) -> None:
         """Copy the keys and values of every column from the first that is seen on; what is masked is zeroed, since it

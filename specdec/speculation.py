@@ -127,8 +127,11 @@ class speculate:
         learns = self.draft_length is None and verifier.draws != "fresh"
         length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
         drafter = None if self.draft_length == 0 else self._drafter(model)
-        reader = None if prompts.is_plain else self._reader(target, prompts, model_kwargs, drafter)
         returns = bool(generation_config.return_dict_in_generate)
+        layers = returns and bool(generation_config.output_hidden_states or generation_config.output_attentions)
+        reader = None
+        if layers or not prompts.is_plain:
+            reader = self._reader(target, prompts, model_kwargs, drafter)
         asked = returns and bool(generation_config.output_scores), returns and bool(generation_config.output_logits)
         cache = handed_over(model_kwargs)
         batch = Batch(
@@ -156,8 +159,9 @@ class speculate:
     ) -> PromptReader:
         if self.max_batch is not None and self.max_batch < len(prompts.ids):
             raise NotImplementedError(
-                f"max_batch is {self.max_batch} for {len(prompts.ids)} prompts that the model itself has to read (a "
-                f"cache, embeddings, positions or a mask that is no left padding were given): leave it out"
+                f"max_batch is {self.max_batch} for {len(prompts.ids)} prompts that the model itself has to read (for "
+                f"a cache, embeddings, positions or a mask that is no left padding, or for hidden states or "
+                f"attentions): leave it out"
             )
         if getattr(drafter, "needs_hidden", None) and not prompts.names_all_tokens:
             raise NotImplementedError(

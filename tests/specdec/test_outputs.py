@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import specdec
 from specdec.compat import CACHE_FIELD
+from specdec.prompt_reader import PromptReader
 from specdec.score_recorder import ScoreRecorder
 from tests.specdec.test_generation import RandomDrafter, hf, prompts, real_outputs
 from tests.tiny_models import tiny
@@ -98,6 +99,57 @@ def test_generate_goes_on_from_the_returned_cache(family):
     settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
     more = model.generate(ours.sequences, **{CACHE_FIELD: ours[CACHE_FIELD]}, **settings)
     assert torch.equal(more, expected)
+
+
+def same_layers(ours, theirs):
+    """Whether two tuples, by emitted token, of tuples, by layer, agree in every shape and to 1e-4."""
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b)
+        and all(x.shape == y.shape and torch.allclose(x, y, atol=1e-4, rtol=0) for x, y in zip(a, b, strict=True))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+LAYERS = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "mixtral"])
+@pytest.mark.parametrize("settings", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+def test_hidden_states_and_attentions_are_those_of_generate(family, settings):
+    model = tiny(family, dtype=torch.float32)  # in float64, transformers' eager mask makes NaN of padding
+    model.set_attn_implementation("eager")
+    ours, theirs = both(model, max_new_tokens=12, **ends(model), **LAYERS, **settings)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert same_layers(ours.hidden_states, theirs.hidden_states)
+    assert same_layers(ours.attentions, theirs.attentions)
+    assert list(ours) == list(theirs)
+    if CACHE_FIELD in theirs:
+        assert int(ours[CACHE_FIELD].get_seq_length()) == int(theirs[CACHE_FIELD].get_seq_length())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_hidden_states_after_a_cache_and_of_embeddings(family):
+    model = tiny(family, dtype=torch.float32)  # in float64, transformers' eager mask makes NaN of padding
+    model.set_attn_implementation("eager")
+    settings = {"do_sample": False, "max_new_tokens": 8} | LAYERS
+    embeds = {"inputs_embeds": model.get_input_embeddings()(prompts()["input_ids"])}
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(**{name: value[:, :7] for name, value in prompts().items()}, **{CACHE_FIELD: cache})
+    for ours, theirs in [(embeds, embeds), *[tuple({CACHE_FIELD: cache} | prompts() for cache in caches)]]:
+        out, expected = specdec.generate(model, **ours, **settings), model.generate(**theirs, **settings)
+        assert same_layers(out.hidden_states, expected.hidden_states)
+        assert same_layers(out.attentions, expected.attentions)
+
+
+def test_layers_of_the_wrong_token_are_caught(monkeypatch):
+    """Broken control: the tokens after the prompt are run one off."""
+    read = PromptReader.read
+    monkeypatch.setattr(PromptReader, "read", lambda self, ids: read(self, ids.roll(1, dims=1)))
+    model = tiny("llama")
+    ours, theirs = both(model, return_dict_in_generate=True, output_hidden_states=True)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert not same_layers(ours.hidden_states, theirs.hidden_states)
 
 
 def test_nothing_is_copied_for_a_call_that_asks_for_tokens(monkeypatch):
