@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.call_checks import check_per_request, refuse_arguments
 from specdec.generation import DRAFTS_INSTEAD
 from specdec.loop import Batch
+from specdec.peers import are_needed
 from specdec.speculation import speculate
 from specdec.stats import RowStats
 from specdec.stopping import with_stop_strings
@@ -26,6 +27,8 @@ INSTEAD = DRAFTS_INSTEAD | {
     "streamer": "each request is yielded when it ends",
     "on_commit": "each request is yielded when it ends, with its stats",
     "attention_mask": "give every prompt without padding",
+    **dict.fromkeys(("cache", "past_key_values", "inputs_embeds", "position_ids"), "give every prompt as token ids"),
+    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "say what drafts with drafter="),
 }
 
 
@@ -84,6 +87,10 @@ def stream_batch(
 
     def prepare(*args: Any, generation_config: GenerationConfig, **inputs: Any) -> Batch:
         check_per_request(generation_config)
+        if are_needed(model):
+            raise NotImplementedError(
+                "the model is sharded over processes (FSDP, ZeRO-3): call specdec.generate for it"
+            )
         return decode.prepare(*args, generation_config=generation_config, **inputs)
 
     kwargs = with_stop_strings(model, tokenizer, kwargs)

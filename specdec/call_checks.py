@@ -115,6 +115,9 @@ def check_per_request(config: GenerationConfig) -> None:
             f"num_return_sequences is {config.num_return_sequences}, which is not supported by specdec.stream_batch: "
             f"give the prompt as many times"
         )
+    for name, off in (("encoder_repetition_penalty", 1.0), ("encoder_no_repeat_ngram_size", 0)):
+        if getattr(config, name) not in (None, off):
+            raise NotImplementedError(f"{name} is not supported by specdec.stream_batch: call specdec.generate for it")
     for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
         if getattr(config, name) and config.return_dict_in_generate:
             raise NotImplementedError(f"{name} is not supported by specdec.stream_batch: call specdec.generate for it")
@@ -143,6 +146,7 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "dola_layers": getattr(config, "dola_layers", None) is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_early_exit": config.assistant_early_exit is not None,
+        "use_mtp": bool(getattr(config, "use_mtp", None)),
         **{name: value is not None for name, value in model_kwargs.items() if name not in HONOURED},
     }
     for name, is_asked in asked.items():

@@ -14,9 +14,10 @@ from specdec.compat import cached_tokens, handed_over, mark_callers
 from specdec.contracts import Drafter, Verifier
 from specdec.loop import OnCommit
 from specdec.speculation import speculate
+from specdec.spellings import what_drafts
 from specdec.stopping import with_stop_strings
 
-DRAFTS_INSTEAD = dict.fromkeys(("assistant_model", "custom_generate"), "say what drafts with drafter=")
+DRAFTS_INSTEAD = {"custom_generate": "say what drafts with drafter="}
 
 
 def generate(
@@ -33,6 +34,7 @@ def generate(
     tokenizer: Any = None,
     on_commit: OnCommit | None = None,
     max_batch: int | None = None,
+    synced_gpus: bool | None = None,
     return_stats: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -58,14 +60,18 @@ def generate(
     Example: specdec.generate(model, **tokenizer("Hello", return_tensors="pt"), drafter="ngram", max_new_tokens=32)
     """
     refuse_arguments(kwargs, "specdec.generate", DRAFTS_INSTEAD)
+    drafter, draft_length = what_drafts(drafter, draft_length, tokenizer, kwargs)
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
+        synced_gpus=synced_gpus,
     )  # fmt: skip
     refuse_cache(kwargs.get("cache_implementation"))
     mark_callers(kwargs)
     if cached_tokens(handed_over(kwargs)) == 0 and kwargs.get("inputs_embeds") is None:
         check_prompt(input_ids, kwargs.get("attention_mask"))
+    if kwargs.pop("token_healing", None):
+        input_ids = model.heal_tokens(input_ids, tokenizer)
     kwargs = with_stop_strings(model, tokenizer, kwargs | {"stop_strings": stop_strings})
     output = model.generate(input_ids, custom_generate=decode, **kwargs)
     return (output, decode.stats) if return_stats else output

@@ -48,8 +48,6 @@ REFUSED = {
     hf.ClassifierFreeGuidanceLogitsProcessor: "it needs a conditional and an unconditional row per request",
     hf.DiaClassifierFreeGuidanceLogitsProcessor: "it needs a conditional and an unconditional row per request",
     hf.SynthIDTextWatermarkLogitsProcessor: "it keeps state that a rejected draft cannot roll back (watermarking)",
-    hf.EncoderRepetitionPenaltyLogitsProcessor: "it is made for one fixed batch (encoder_repetition_penalty)",
-    hf.EncoderNoRepeatNGramLogitsProcessor: "it is made for one fixed batch (encoder_no_repeat_ngram_size)",
 }
 
 
@@ -142,16 +140,18 @@ class Processors:
 
     Processors are taken to be functions of (prefix, scores); a user's own are called with rows of equal prefix length
     that may belong to any requests. Raises ValueError for those of HF's that are known to be something else.
+
+    rows: rows of the user's batch after the expansion for `num_return_sequences`, for processors made before it.
     """
 
-    def __init__(self, processors: LogitsProcessorList, vocab_size: int):
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int, rows: int | None = None):
         for processor in processors:
             if type(processor) in REFUSED:
                 raise ValueError(
                     f"{type(processor).__name__} cannot be used with speculative decoding: {REFUSED[type(processor)]}; "
                     f"remove it from the generation config or the processors"
                 )
-        self.processors = list(processors)
+        self.processors = [_for_rows(processor, rows) for processor in processors]
         self.vocab_size = vocab_size
 
     @property
@@ -212,6 +212,19 @@ def _apply_by_length(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
     return result
 
 
+def _for_rows(processor, rows: int | None):
+    """A processor that holds data of the batch as given, with that of the batch as expanded to `rows`."""
+    if type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
+        given = processor.encoder_input_ids
+        processor = copy.copy(processor)
+        processor.encoder_input_ids = given.repeat_interleave((rows or len(given)) // len(given), dim=0)
+    elif type(processor) is hf.EncoderNoRepeatNGramLogitsProcessor:
+        copies = (rows or processor.batch_size) // processor.batch_size
+        processor = copy.copy(processor)
+        processor.generated_ngrams = [ngrams for ngrams in processor.generated_ngrams for _ in range(copies)]
+    return processor
+
+
 def _for_requests(processor, prefixes: Prefixes, chosen: np.ndarray | slice):
     """A processor that holds data per row of the user's batch, as one for the `chosen` of the R scored positions."""
     batch_rows = prefixes.batch_rows[chosen]
@@ -220,6 +233,14 @@ def _for_requests(processor, prefixes: Prefixes, chosen: np.ndarray | slice):
         ignored = processor.prompt_ignore_length  # of each request's columns in HF's layout, the padding
         rows, unseen = (_sent(a, ignored.device) for a in (batch_rows, prefixes.unseen_columns[chosen]))
         processor.prompt_ignore_length = ignored[rows] - unseen
+    elif type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
+        processor = copy.copy(processor)
+        given = processor.encoder_input_ids
+        processor.encoder_input_ids = given[_sent(batch_rows, given.device)]
+    elif type(processor) is hf.EncoderNoRepeatNGramLogitsProcessor:
+        processor = copy.copy(processor)
+        processor.generated_ngrams = [processor.generated_ngrams[row] for row in batch_rows]
+        processor.batch_size = len(batch_rows)
     elif type(processor) is hf.PrefixConstrainedLogitsProcessor:
         allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
         return hf.PrefixConstrainedLogitsProcessor(lambda row, ids: allowed(int(batch_rows[row]) // beams, ids), 1)

@@ -96,7 +96,7 @@ class PromptReader:
             inputs |= {"position_ids": torch.cat([positions, following], dim=1)[:, -columns:].to(self.target.device)}
         if cache is not None:
             inputs |= {self.target.cache_argument: cache}
-        return self.target.model(
+        return self.target.run_model(
             **inputs,
             attention_mask=mask,
             use_cache=cache is not None,

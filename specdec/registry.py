@@ -18,6 +18,7 @@ DRAFTERS = {
     "medusa": "drafters.medusa:build",
     "mtp": "drafters.mtp:build",
 }
+DRAFT_MODEL = "drafters.draft_model:DraftModelDrafter"  # what `assistant_model` stands for
 VERIFIERS = {
     "auto": "verifiers.auto:AutoVerifier",
     "greedy": "verifiers.greedy:GreedyVerifier",

@@ -39,6 +39,7 @@ from specdec.layout import Layout, layout
 from specdec.loop import CHUNK, Batch, OnCommit
 from specdec.models import LoadedModel
 from specdec.outputs import SpeculativeOutput, collect, pad_token
+from specdec.peers import PeerTarget, are_needed
 from specdec.processors import Processors
 from specdec.prompt_reader import PromptReader
 from specdec.registry import VERIFIERS, known
@@ -68,6 +69,7 @@ class speculate:
         tokenizer: PreTrainedTokenizerBase | None = None,
         on_commit: OnCommit | None = None,
         max_batch: int | None = None,
+        synced_gpus: bool | None = None,
     ):
         if draft_length is not None:
             check_draft_length(draft_length)
@@ -85,6 +87,7 @@ class speculate:
             seed = whole_number(seed, "seed", "give an integer, or None to draw one from torch's generator")
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
         self.streamer, self.tokenizer, self.on_commit = streamer, tokenizer, on_commit
+        self.synced_gpus = synced_gpus
         self.stats: Stats | None = None
         self._made: tuple[PreTrainedModel, Drafter | None] | None = None  # for a drafter given by name
 
@@ -103,6 +106,8 @@ class speculate:
         if self.streamer is not None:
             self.streamer.end()
         output = collect(batch, input_ids, generation_config, handed_over(model_kwargs) if batch.keeps_cache else None)
+        if isinstance(batch.target, PeerTarget):
+            batch.target.wait()
         return output if generation_config.return_dict_in_generate else output.sequences
 
     def prepare(
@@ -116,7 +121,8 @@ class speculate:
     ) -> Batch:
         """What `generate` hands over, checked and ready to run."""
         refuse_unsupported(generation_config, model_kwargs)
-        target = Target(model)
+        synced = are_needed(model) if self.synced_gpus is None else self.synced_gpus
+        target = PeerTarget(model) if synced else Target(model)
         stops = Stops(stopping_criteria)
         stops.device = input_ids.device
         prompts = layout(input_ids, model_kwargs, generation_config)
@@ -138,7 +144,7 @@ class speculate:
             target=target,
             drafter=drafter,
             verifier=verifier,
-            processors=Processors(logits_processor, target.vocab_size),
+            processors=Processors(logits_processor, target.vocab_size, len(requests)),
             stops=stops,
             requests=requests,
             seed=self._seed(verifier),

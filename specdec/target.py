@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from specdec.attention import configs_of, switched
 from specdec.cache import SlotCache
@@ -98,6 +99,10 @@ class Target:
     def last_logits_only(self) -> dict[str, int]:
         """What keeps a forward of the model's own from computing the logits of every token."""
         return {"logits_to_keep": 1} if self._keeps_logits else {}
+
+    def run_model(self, **inputs: object) -> ModelOutput:
+        """A plain forward of the model's own."""
+        return self.model(**inputs)
 
     def new_cache(self) -> SlotCache:
         """An empty cache of this model's layers."""

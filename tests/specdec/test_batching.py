@@ -243,8 +243,12 @@ def test_what_is_refused():
         specdec.stream_batch(model, [[3], [97]], max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="num_return_sequences is 2.*give the prompt as many times"):
         specdec.stream_batch(model, PROMPTS, num_return_sequences=2, do_sample=True, max_new_tokens=4)
-    for name in ("streamer", "on_commit", "attention_mask", "custom_generate"):
+    for name in ("streamer", "on_commit", "attention_mask", "custom_generate", "past_key_values", "assistant_model"):
         with pytest.raises(NotImplementedError, match=f"{name} is not supported by specdec.stream_batch"):
             specdec.stream_batch(model, PROMPTS, max_new_tokens=4, **{name: object()})
+    with pytest.raises(NotImplementedError, match="output_scores is not supported by specdec.stream_batch"):
+        specdec.stream_batch(model, PROMPTS, max_new_tokens=4, output_scores=True, return_dict_in_generate=True)
+    with pytest.raises(NotImplementedError, match="encoder_repetition_penalty"):
+        specdec.stream_batch(model, PROMPTS, max_new_tokens=4, encoder_repetition_penalty=1.5)
     with pytest.raises(NotImplementedError, match="num_beams"):
         specdec.stream_batch(model, PROMPTS, num_beams=2, max_new_tokens=4)
