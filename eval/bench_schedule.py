@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from eval.hf import hf_method
 from eval.methods import EncodedPrompt, Request, check_room
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
+from eval.runner import WARM_UP_TOKENS
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows, Verdict
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
@@ -85,11 +87,14 @@ def run(
     check_room(model, requests, max_new_tokens)
     drafts = build_drafter(spec, loaded)
     methods = {
-        STATIC: lambda: static(model, requests, max_batch, max_new_tokens),
-        "stream, plain": lambda: stream(model, requests, max_batch, max_new_tokens, chunk, NoDrafts(), 1),
-        f"stream, {drafter}": lambda: stream(model, requests, max_batch, max_new_tokens, chunk, drafts, spec.length),
+        STATIC: lambda some, tokens: static(model, some, max_batch, tokens),
+        "stream, plain": lambda some, tokens: stream(model, some, max_batch, tokens, chunk, NoDrafts(), 1),
+        f"stream, {drafter}": lambda some, tokens: stream(model, some, max_batch, tokens, chunk, drafts, spec.length),
     }
-    rows = summaries(in_turns(methods, repeats))
+    for method in methods.values():  # to be warm
+        method(requests[:max_batch], min(WARM_UP_TOKENS, max_new_tokens))
+    calls = {name: partial(method, requests, max_new_tokens) for name, method in methods.items()}
+    rows = summaries(in_turns(calls, repeats))
     if as_json:
         settings = {"max_batch": max_batch, "max_new_tokens": max_new_tokens, "chunk": chunk, "repeats": repeats}
         print(json.dumps({"environment": described(loaded, {drafter: drafts}), **settings, "rows": rows}, indent=2))

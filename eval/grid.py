@@ -14,8 +14,8 @@ from eval.settings import Settings
 from eval.vllm.rows import Engine, vllm_method
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
-from specdec.generation import DRAFT_LENGTH, LONGEST
 from specdec.models import LoadedModel
+from specdec.speculation import DRAFT_LENGTH, LONGEST
 
 
 @dataclass(frozen=True)

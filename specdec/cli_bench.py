@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from specdec.cli_options import (
     MaxNewTokens,
     PromptsFile,
     Raw,
+    Resume,
     Target,
     hand_on,
     one_sentence_errors,
@@ -33,6 +35,25 @@ bench = typer.Typer(no_args_is_help=True)
 @bench.callback()
 def _parts() -> None:
     """Time parts on their own."""
+
+
+@bench.command("budget")
+@one_sentence_errors
+def budget(
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl, a line per round, and budget.json.")],
+    target: Target = "demo",
+    drafter: Drafter = "ngram",
+    batch_sizes: BatchSizes = "1,2,4,8,16",
+    max_new_tokens: MaxNewTokens = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds for each category and batch size.")] = 5,
+    raw: Raw = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare learned draft lengths with plain decoding and with every fixed length, by category and batch size."""
+    hand_on("bench budget", locals(), batch_sizes=several("--batch-sizes", batch_sizes, int))
 
 
 @bench.command("forward")

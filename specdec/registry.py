@@ -35,6 +35,7 @@ COMMANDS = {
     "train medusa": "train.medusa:main",
     "train mtp": "train.mtp:main",
     "train draft": "train.draft:main",
+    "bench budget": "eval.bench_budget:run",
     "bench forward": "eval.bench_forward:run",
     "bench schedule": "eval.bench_schedule:run",
     "bench step": "eval.bench_step:run",

@@ -1,0 +1,237 @@
+"""`specdec bench budget`: learned draft lengths against plain decoding, and against every fixed length in hindsight.
+
+Greedy decoding of the built-in prompts by category, and of random tokens, which nothing foresees, at several batch
+sizes; every request emits all its tokens, so that the batch stays whole. In each round all methods run in turn on the
+same prompts. Counted is the speed of decoding, after every row has its first token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import specdec
+from eval.environment import described
+from eval.folder import Folder
+from eval.methods import FirstTokens, left_padded
+from eval.plan.show import Columns, as_table
+from eval.report import plain_console
+from specdec.contracts import Drafter
+from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.models import load_target
+from specdec.prompts import encode, load_prompts
+from specdec.speculation import LONGEST
+
+RANDOM, RANDOM_TOKENS = "random tokens", 128  # per prompt
+PLAIN, LEARNED = "plain", "learned"
+OF_PLAIN, OF_BEST = 0.97, 0.95  # what is to be reached
+METHODS: dict[str, int | None] = {PLAIN: 0, LEARNED: None, **{str(length): length for length in range(1, LONGEST + 1)}}
+COLUMNS: Columns = {
+    "category": lambda cell: cell["category"],
+    "batch": lambda cell: str(cell["batch_size"]),
+    "rounds": lambda cell: str(cell["rounds"]),
+    "plain tokens/s": lambda cell: f"{cell['plain_tokens_per_second']:.1f}",
+    "learned / plain": lambda cell: _shown(cell["of_plain"]),
+    "best fixed": lambda cell: cell["best_length"],
+    "best fixed / plain": lambda cell: f"{cell['best_of_plain']:.2f}",
+    "learned / best fixed": lambda cell: _shown(cell["of_best"]),
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """A line of results.jsonl: tokens per second of every method, on the same prompts in turn."""
+
+    category: str
+    batch_size: int
+    round: int
+    tokens_per_second: dict[str, float]
+    id: str = ""
+    rows: int = 1  # lines of the job, for `Folder`
+
+    @property
+    def job(self) -> tuple[int, str, int]:
+        return self.round, self.category, self.batch_size
+
+
+def run(
+    *,
+    target: str,
+    drafter: str,
+    dtype: str,
+    device: str,
+    batch_sizes: Sequence[int],
+    max_new_tokens: int,
+    repeats: int,
+    raw: bool,
+    out: Path,
+    resume: bool,
+    as_json: bool,
+) -> None:
+    """Run what `out` does not hold yet, a line of its results.jsonl per round, then print a table, or with `as_json`
+    one JSON object and nothing else.
+
+    repeats: rounds per category and batch size.   raw: without the chat template.
+    Raises ValueError for sizes below 1 and as `eval.folder.Folder` does."""
+    if min(*batch_sizes, repeats) < 1 or max_new_tokens < 2:
+        raise ValueError(
+            f"--batch-sizes are {list(batch_sizes)}, --repeats {repeats} and --max-new-tokens {max_new_tokens}: give "
+            f"positive numbers, and more than one token"
+        )
+    spec = DrafterSpec.parse(drafter)
+    if spec.length is not None:
+        raise ValueError(f"drafter {drafter!r} has a length of its own: leave it out, lengths are what is compared")
+    settings = {
+        "target": target, "drafter": drafter, "dtype": dtype, "device": device, "max_new_tokens": max_new_tokens,
+        "raw": raw,
+    }  # fmt: skip
+    folder = Folder(out, result=lambda fields: Round(**fields))
+    folder.check(settings, resume)
+    loaded = load_target(target, dtype, device)
+    drafts = build_drafter(spec, loaded)
+    about = described(loaded, {drafter: drafts})
+    done = folder.start(settings)
+    if done:
+        folder.check_weights(about)
+    folder.write_json("environment.json", about)
+    loaded.model.generation_config.eos_token_id = None  # rows of unequal lengths would make the batch another one
+    texts = by_category(loaded.tokenizer, loaded.model, raw)
+    for job in missing(texts, batch_sizes, repeats, done):
+        done.append(measured(loaded.model, drafts, texts, *job, max_new_tokens))
+        folder.append(done[-1:])
+    cells = summaries([one for one in done if one.batch_size in batch_sizes])
+    folder.write_json("budget.json", {"environment": about, **settings, "cells": cells})
+    if as_json:
+        print((out / "budget.json").read_text())
+        return
+    print(f"{loaded.description}: drafter {drafter}, {max_new_tokens} tokens per request, medians and quartiles")
+    plain_console().print(as_table(cells, COLUMNS, section="category"))
+    print(worst(cells))
+
+
+def by_category(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, raw: bool) -> dict[str, list[list[int]]]:
+    """Token ids of the prompts of each category, random ones the last."""
+    prompts = load_prompts()
+    found: dict[str, list[list[int]]] = defaultdict(list)
+    for prompt, tokens in zip(prompts, encode(prompts, tokenizer, raw), strict=True):
+        found[prompt.category].append(tokens)
+    V = model.get_input_embeddings().weight.shape[0]
+    return {**found, RANDOM: np.random.default_rng(0).integers(0, V, (10, RANDOM_TOKENS)).tolist()}
+
+
+def missing(
+    categories: Sequence[str], batch_sizes: Sequence[int], repeats: int, done: Sequence[Round]
+) -> Iterator[tuple[int, str, int]]:
+    """The rounds that are still to be run: first one of every category and batch size, then the second, and so on."""
+    known = {one.job for one in done}
+    for job in itertools.product(range(repeats), categories, batch_sizes):
+        if job not in known:
+            yield job
+
+
+def measured(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    texts: Mapping[str, Sequence[Sequence[int]]],
+    round: int,
+    category: str,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Round:
+    """Every method once, after a short run that does not count. Rounds begin with other prompts and other methods; the
+    prompts of a category start over where the batch is larger."""
+    prompts = texts[category]
+    chosen = [list(prompts[(round * batch_size + row) % len(prompts)]) for row in range(batch_size)]
+    decode_speed(model, chosen, drafter, METHODS[LEARNED], min(4, max_new_tokens))
+    found = {}
+    for method in order(round):
+        found[method] = decode_speed(model, chosen, drafter, METHODS[method], max_new_tokens)
+    return Round(category, batch_size, round, {method: found[method] for method in METHODS})
+
+
+def order(round: int) -> list[str]:
+    """Plain and learned right after one another, each of them first in every other round; then the fixed lengths."""
+    pair, fixed = [PLAIN, LEARNED], [method for method in METHODS if method not in (PLAIN, LEARNED)]
+    first = round % len(fixed)
+    return [*(reversed(pair) if round % 2 else pair), *fixed[first:], *fixed[:first]]
+
+
+def decode_speed(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    drafter: Drafter,
+    draft_length: int | None,
+    max_new_tokens: int,
+) -> float:
+    """Tokens per second after every row has its first."""
+    input_ids, mask = left_padded(prompts, 0, model.device)
+    first = FirstTokens(len(prompts))
+    output = specdec.generate(
+        model,
+        input_ids,
+        attention_mask=mask,
+        drafter=drafter,
+        draft_length=draft_length,
+        on_commit=first.on_commit,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    ).cpu()
+    seconds = time.perf_counter() - first.started
+    return (output[:, input_ids.shape[1] :].numel() - first.tokens) / (seconds - first.seconds)
+
+
+def summaries(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """A row per category and batch size: medians over its rounds, ratios within each.
+
+    best_length: the fixed length whose median speed is highest, as is known only afterwards."""
+    cells: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+    for one in rounds:
+        cells[one.category, one.batch_size].append(one.tokens_per_second)
+    return [_summary(*cell, speeds) for cell, speeds in cells.items()]
+
+
+def _summary(category: str, batch_size: int, speeds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    medians = {method: float(np.median([one[method] for one in speeds])) for method in METHODS}
+    best = max((method for method in METHODS if method not in (PLAIN, LEARNED)), key=medians.__getitem__)
+    return {
+        "category": category,
+        "batch_size": batch_size,
+        "rounds": len(speeds),
+        "plain_tokens_per_second": medians[PLAIN],
+        "of_plain": _quartiles([one[LEARNED] / one[PLAIN] for one in speeds]),
+        "best_length": best,
+        "best_of_plain": float(np.median([one[best] / one[PLAIN] for one in speeds])),
+        "of_best": _quartiles([one[LEARNED] / one[best] for one in speeds]),
+    }
+
+
+def worst(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The lowest medians, and what they should be."""
+    parts = []
+    for name, of, least in (("plain", "of_plain", OF_PLAIN), ("the best fixed length", "of_best", OF_BEST)):
+        lowest = min(cells, key=lambda cell, of=of: cell[of][1])
+        below = sum(cell[of][1] < least for cell in cells)
+        parts.append(
+            f"of {name} at least {lowest[of][1]:.3f} ({lowest['category']}, batch {lowest['batch_size']}), to be "
+            f"{least}: {below} of {len(cells)} below"
+        )
+    return "learned lengths reach, " + "; ".join(parts)
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    """25%, median, 75%."""
+    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+
+
+def _shown(quartiles: Sequence[float]) -> str:
+    low, median, high = quartiles
+    return f"{median:.3f} ({low:.3f} - {high:.3f})"

@@ -1,0 +1,121 @@
+"""`specdec bench budget`: what is compared, figures that follow from known speeds, and a killed run that goes on."""
+
+import json
+
+import pytest
+import torch
+
+import specdec
+from eval import bench_budget
+from eval.bench_budget import LEARNED, METHODS, PLAIN, RANDOM, Round, missing, order, summaries, worst
+from specdec.models import LoadedModel
+from specdec.speculation import LONGEST
+from tests.tiny_models import tiny
+from tests.toy_tokenizer import VOCAB, toy_tokenizer
+
+SETTINGS = {
+    "target": "", "drafter": "ngram", "dtype": "", "device": "", "batch_sizes": [2], "max_new_tokens": 5,
+    "repeats": 1, "raw": True, "resume": False, "as_json": True,
+}  # fmt: skip
+TEXTS = {"copies": [[1, 2, 3] * 4, [4, 5] * 6], RANDOM: [[9, 8, 7]]}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    model = tiny("llama", dtype=torch.float32, vocab=VOCAB)
+    monkeypatch.setattr(bench_budget, "load_target", lambda *_: LoadedModel(model, toy_tokenizer(), "tiny"))
+    monkeypatch.setattr(bench_budget, "by_category", lambda *_: TEXTS)
+    return model
+
+
+def speeds(plain, learned, **fixed):
+    return dict.fromkeys(map(str, range(1, LONGEST + 1)), 1.0) | {PLAIN: plain, LEARNED: learned} | fixed
+
+
+def test_categories_are_the_built_in_ones_and_random_tokens():
+    found = bench_budget.by_category(toy_tokenizer(), tiny("llama", vocab=VOCAB), True)
+    assert len(found) == 7 and {len(prompts) for prompts in found.values()} == {10}
+    assert {len(tokens) for tokens in found[RANDOM]} == {128}
+    assert max(map(max, found[RANDOM])) < VOCAB
+
+
+def test_every_method_decodes_every_round_in_full(model, tmp_path, monkeypatch, capsys):
+    calls, generate = [], specdec.generate
+
+    def watched(model, input_ids, **keywords):
+        calls.append((keywords["draft_length"], keywords["max_new_tokens"], input_ids.tolist()))
+        output = generate(model, input_ids, **keywords)
+        assert output.shape[1] == input_ids.shape[1] + keywords["max_new_tokens"]
+        return output
+
+    monkeypatch.setattr(specdec, "generate", watched)
+    bench_budget.run(**SETTINGS, out=tmp_path / "out")
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [(cell["category"], cell["batch_size"], cell["rounds"]) for cell in cells] == [
+        ("copies", 2, 1),
+        (RANDOM, 2, 1),
+    ]
+    counted = [call for call in calls if call[1] == 5]
+    assert [length for length, *_ in counted] == [0, None, *range(1, LONGEST + 1)] * 2
+    assert counted[0][2] == TEXTS["copies"] and counted[-1][2] == TEXTS[RANDOM] * 2  # prompts start over
+
+
+def test_a_killed_run_goes_on(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    bench_budget.run(**SETTINGS, out=out)
+    first, second = (out / "results.jsonl").read_text().splitlines()
+    (out / "results.jsonl").write_text(first + "\n" + second[: len(second) // 2])
+    bench_budget.run(**SETTINGS | {"resume": True, "batch_sizes": [1, 2]}, out=out)
+    lines = (out / "results.jsonl").read_text().splitlines()
+    assert lines[0] == first
+    assert [(row["category"], row["batch_size"]) for row in map(json.loads, lines)] == [
+        ("copies", 2), ("copies", 1), (RANDOM, 1), (RANDOM, 2),
+    ]  # fmt: skip
+    with pytest.raises(FileExistsError, match="--resume"):
+        bench_budget.run(**SETTINGS, out=out)
+    with pytest.raises(ValueError, match="max_new_tokens=5, not 7"):
+        bench_budget.run(**SETTINGS | {"resume": True, "max_new_tokens": 7}, out=out)
+
+
+def test_rounds_come_in_turns_and_not_twice():
+    done = [Round("a", 1, 0, {}), Round("b", 2, 1, {})]
+    assert list(missing(["a", "b"], [1, 2], 2, done)) == [
+        (0, "a", 2), (0, "b", 1), (0, "b", 2), (1, "a", 1), (1, "a", 2), (1, "b", 1),
+    ]  # fmt: skip
+
+
+def test_plain_and_learned_take_turns():
+    assert order(0)[:2] == [PLAIN, LEARNED] and order(1)[:2] == [LEARNED, PLAIN]
+    assert all(sorted(order(number)) == sorted(METHODS) for number in range(9))
+    assert [order(number)[2] for number in range(3)] == ["1", "2", "3"]
+
+
+def test_figures_by_hand():
+    """Length 3 is the best by its median 30, although 5 has the highest single speed."""
+    rounds = [
+        Round("maths", 4, 0, speeds(10, 20, **{"3": 40.0, "5": 10.0})),
+        Round("maths", 4, 1, speeds(20, 30, **{"3": 30.0, "5": 90.0})),
+        Round("maths", 4, 2, speeds(10, 27, **{"3": 30.0, "5": 20.0})),
+        Round("writing", 4, 0, speeds(10, 9, **{"2": 10.0})),
+    ]
+    maths, writing = summaries(rounds)
+    assert (maths["best_length"], maths["rounds"], maths["plain_tokens_per_second"]) == ("3", 3, 10)
+    assert maths["of_plain"][1] == 2.0 and maths["of_best"][1] == 0.9 and maths["best_of_plain"] == 3.0
+    assert (writing["best_length"], writing["of_best"]) == ("2", [0.9, 0.9, 0.9])
+    assert worst([maths, writing]) == (
+        "learned lengths reach, of plain at least 0.900 (writing, batch 4), to be 0.97: 1 of 2 below; of the best "
+        "fixed length at least 0.900 (maths, batch 4), to be 0.95: 2 of 2 below"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": [0]}, "--batch-sizes are"),
+        ({"max_new_tokens": 1}, "more than one token"),
+        ({"drafter": "ngram:length=3"}, "has a length of its own"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(model, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        bench_budget.run(**SETTINGS | changes, out=tmp_path / "out")
