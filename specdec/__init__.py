@@ -7,6 +7,7 @@
 from specdec.batching import Finished, stream_batch
 from specdec.contracts import BaseDrafter, Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.generation import generate
+from specdec.patching import patch
 from specdec.speculation import speculate
 from specdec.stats import Stats
 from specdec.target import Target
@@ -25,6 +26,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "generate",
+    "patch",
     "speculate",
     "stream_batch",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.compat import CACHE_KWARGS
 from specdec.contracts import Verifier
@@ -154,3 +154,12 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
             raise NotImplementedError(
                 f"{name} is not supported by specdec yet: leave it out, or call model.generate without specdec"
             )
+
+
+def refuse_foreign_inputs(model: PreTrainedModel) -> None:
+    """NotImplementedError where something else than the model makes the inputs of its forwards."""
+    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
+        raise NotImplementedError(
+            f"the inputs of this {type(model).__name__} are made by another object (as PEFT's prompt and prefix tuning "
+            f"do, with virtual tokens), which specdec would go past: call model.generate without specdec"
+        )

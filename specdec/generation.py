@@ -66,12 +66,20 @@ def generate(
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
         synced_gpus=synced_gpus,
     )  # fmt: skip
+    kwargs["stop_strings"] = stop_strings
+    output = model.generate(**decided_by(decode, model, input_ids, kwargs))
+    return (output, decode.stats) if return_stats else output
+
+
+def decided_by(
+    decode: speculate, model: PreTrainedModel, input_ids: Tensor | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments with which `model.generate` does what `kwargs` say and decodes by `decode`, whose tokenizer is the one
+    for stop strings. Raises for what can be refused before `generate` prepares the call."""
     refuse_cache(kwargs.get("cache_implementation"))
     mark_callers(kwargs)
     if cached_tokens(handed_over(kwargs)) == 0 and kwargs.get("inputs_embeds") is None:
         check_prompt(input_ids, kwargs.get("attention_mask"))
     if kwargs.pop("token_healing", None):
-        input_ids = model.heal_tokens(input_ids, tokenizer)
-    kwargs = with_stop_strings(model, tokenizer, kwargs | {"stop_strings": stop_strings})
-    output = model.generate(input_ids, custom_generate=decode, **kwargs)
-    return (output, decode.stats) if return_stats else output
+        input_ids = model.heal_tokens(input_ids, decode.tokenizer)
+    return with_stop_strings(model, decode.tokenizer, kwargs) | {"inputs": input_ids, "custom_generate": decode}

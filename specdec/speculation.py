@@ -27,6 +27,7 @@ from specdec.call_checks import (
     check_positions,
     check_token_ids,
     fitting_verifier,
+    refuse_foreign_inputs,
     refuse_unsupported,
     whole_number,
 )
@@ -121,6 +122,7 @@ class speculate:
     ) -> Batch:
         """What `generate` hands over, checked and ready to run."""
         refuse_unsupported(generation_config, model_kwargs)
+        refuse_foreign_inputs(model)
         synced = are_needed(model) if self.synced_gpus is None else self.synced_gpus
         target = PeerTarget(model) if synced else Target(model)
         stops = Stops(stopping_criteria)
@@ -132,7 +134,7 @@ class speculate:
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
         length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
-        drafter = None if self.draft_length == 0 else self._drafter(model)
+        drafter = None if self.draft_length == 0 else self.drafter_for(model)
         returns = bool(generation_config.return_dict_in_generate)
         layers = returns and bool(generation_config.output_hidden_states or generation_config.output_attentions)
         reader = None
@@ -195,7 +197,7 @@ class speculate:
         request_array(ids)  # too large is too large also where nothing will be drawn
         return ids
 
-    def _drafter(self, model: PreTrainedModel) -> Drafter | None:
+    def drafter_for(self, model: PreTrainedModel) -> Drafter | None:
         """The drafter given, or the named one made for `model`, once as long as the model stays the same."""
         if not isinstance(self.drafter, DrafterSpec):
             return self.drafter
