@@ -139,7 +139,7 @@ class Processors:
     """A call's processors, applied to packed scores in HF's order, in float32 as HF applies them.
 
     Processors are taken to be functions of (prefix, scores); a user's own are called with rows of equal prefix length
-    that may belong to any requests. Raises ValueError for those of HF's that are known to be something else.
+    that may belong to any requests. NotImplementedError for those of HF's that are known to be something else.
 
     rows: rows of the user's batch after the expansion for `num_return_sequences`, for processors made before it.
     """
@@ -147,7 +147,7 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList, vocab_size: int, rows: int | None = None):
         for processor in processors:
             if type(processor) in REFUSED:
-                raise ValueError(
+                raise NotImplementedError(
                     f"{type(processor).__name__} cannot be used with speculative decoding: {REFUSED[type(processor)]}; "
                     f"remove it from the generation config or the processors"
                 )

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, TextStreamer, pipeline
 
 import specdec
 from drafters.draft_model import DraftModelDrafter
-from tests.specdec.test_generation import Recorder, prompts
+from tests.specdec.argument_grid import Recorder
+from tests.specdec.test_generation import prompts
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
@@ -83,8 +84,22 @@ def test_a_streamer_and_stop_strings_of_a_call_work():
         stream.on_finalized_text = lambda text, stream_end=False: printed.write(text)
         model.generate(**one, **GREEDY, streamer=stream)
         assert torch.equal(model.generate(**one, **GREEDY), plain)  # neither is kept for the next call
-    assert ours.ended and [v.tolist() for v in ours.values] == [v.tolist() for v in theirs.values]
+    assert ours.values == theirs.values and ours.values[-1] == "end"
     assert printed.getvalue() == tokenizer.decode(plain[0])
+
+
+def test_what_a_call_says_about_drafting_goes_first(log):
+    model, batch = tiny("llama"), prompts()
+    expected = model.generate(**batch, **GREEDY)
+    with specdec.patch(model, drafter=None) as patched:
+        for said, drafts in [
+            ({"assistant_model": tiny("llama")}, "draft_model"),
+            ({"prompt_lookup_num_tokens": 3}, "ngram"),
+        ]:
+            assert torch.equal(model.generate(**batch, **GREEDY, **said), expected)
+            assert patched.stats.drafter == drafts and patched.stats.acceptance_rate > 0
+        assert torch.equal(model.generate(**batch, **GREEDY), expected) and patched.stats.drafter == "none"
+    assert not log()
 
 
 def test_what_cannot_be_speculated_goes_to_generate_with_a_line_per_reason(log):
@@ -98,8 +113,8 @@ def test_what_cannot_be_speculated_goes_to_generate_with_a_line_per_reason(log):
         assert patched.stats is None and len(log()) == 1 and "num_beams" in log()[0]
         for width in (0, 1):
             model.generate(far_too_long[:, width:], **GREEDY, streamer=recorder)
-            assert recorder.ended and len(recorder.values) == 25
-            recorder.ended, recorder.values = False, []
+            assert recorder.values[-1] == "end" and len(recorder.values) == 26
+            recorder.values = []
         assert len(log()) == 2 and "300 tokens" in log()[1]
         with pytest.raises(ValueError, match="contradictory_argument"):
             model.generate(**prompts(), **GREEDY, contradictory_argument=1)

@@ -152,5 +152,5 @@ def test_without_processors_logits_are_not_copied():
 
 def test_stateful_processors_are_refused_by_name():
     guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
-    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor.*guidance_scale"):
+    with pytest.raises(NotImplementedError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor.*guidance_scale"):
         Processors(LogitsProcessorList([guidance]), V)
