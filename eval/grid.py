@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import specdec
 from drafters.draft_model import DraftModelDrafter
 from eval.hf import assisted, hf_method, prompt_lookup
 from eval.methods import Method, Request, engine_method
-from eval.runs import CONTROL, COUPLED_CONTROL
+from eval.runs import CONTROL, COUPLED_CONTROL, DEFAULT_MODE
 from eval.settings import Settings
 from eval.vllm.rows import Engine, vllm_method
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.invariant import check_fits, refuse_mixing
 from specdec.models import LoadedModel
 from specdec.speculation import DRAFT_LENGTH, LONGEST
 
@@ -42,7 +44,9 @@ class Speculation:
 
 def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
     """Every drafter at every draft length. Raises ValueError for one that lacks part of the contract, and for two that
-    come out under one name."""
+    come out under one name, and, where the invariant mode is asked for, for what it cannot run."""
+    if settings.invariant:
+        refuse_mixing(loaded.model)
     found = []
     for text in settings.drafters:
         spec = DrafterSpec.parse(text)
@@ -60,6 +64,9 @@ def speculations(loaded: LoadedModel, settings: Settings) -> list[Speculation]:
         for length in settings.draft_lengths:
             shown = "auto" if length is None else length
             found.append(Speculation(f"{text}{joint}length={shown}", spec.source, drafter, length))
+    if settings.invariant:
+        for one in found:
+            check_fits(one.length)
     names = [one.text for one in found]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(
@@ -78,18 +85,24 @@ def methods_at(
     """What is run in turns at one temperature, Hugging Face's methods first, then vLLM's `engines`.
 
     Plain decoding draws as the first rule that fits does. Where that is not the coupled rule but another one is, plain
-    decoding runs in the coupled way too, as what the coupled outputs must equal."""
+    decoding runs in the coupled way too, as what the coupled outputs must equal. In invariant mode it runs in the
+    default one too, which shows what the mode costs and changes."""
     model, verifiers = loaded.model, settings.verifiers_at(temperature)
     request = Request.of(model, settings.sampling(temperature), settings.seed)
 
-    def ours(name: str, drafter: Drafter | None, length: int | None, verifier: str) -> Method:
-        return engine_method(name, model, request, drafter, length, verifier, specdec.generate)
+    def ours(
+        name: str, drafter: Drafter | None, length: int | None, verifier: str, invariant: bool = settings.invariant
+    ) -> Method:
+        engine = partial(specdec.generate, invariant=invariant)
+        return engine_method(name, model, request, drafter, length, verifier, engine)
 
     methods = [hf_method(model, request), *_hf_drafted(loaded, request, drafted)]
     methods += [vllm_method(name, engine, request) for name, engine in engines.items()]
     methods.append(ours(CONTROL, None, 0, verifiers[0]))
     if "coupled" in verifiers[1:]:
         methods.append(ours(COUPLED_CONTROL, None, 0, "coupled"))
+    if settings.invariant:
+        methods.append(ours(DEFAULT_MODE, None, 0, verifiers[0], invariant=False))
     for speculation in drafted:
         for verifier in verifiers:
             name = speculation.text if len(settings.verifiers) == 1 else f"{speculation.text} ({verifier})"

@@ -13,6 +13,7 @@ Kind = TypeVar("Kind", bound=Record | Failure)
 
 CONTROL = "plain"
 COUPLED_CONTROL = "plain (coupled)"
+DEFAULT_MODE = "plain (default mode)"
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,11 @@ def compared_methods(records: Iterable[Record]) -> set[str]:
     """Methods, of one dtype and temperature, whose outputs should equal plain decoding's token by token.
 
     All of them without sampling. With it HF draws other random numbers, and so does every rule but the coupled one, by
-    design: there only coupled drafters are compared."""
+    design: there only coupled methods are compared."""
     return {
         record.method
         for record in records
-        if record.method not in (CONTROL, COUPLED_CONTROL)
-        and (record.temperature == 0 or (record.verifier == "coupled" and record.drafter is not None))
+        if record.method not in (CONTROL, COUPLED_CONTROL) and (record.temperature == 0 or record.verifier == "coupled")
     }
 
 

@@ -28,6 +28,7 @@ class Settings:
     verifiers:    each runs at the temperatures that it fits.
     repeats:      how often each batch is timed with each method.
     ignore_eos:   every request emits max_new_tokens.
+    invariant:    our methods run in specdec's invariant mode.
     vllm:         Python of an environment with vLLM, which then is compared too.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     repeats: int = 1
     ignore_eos: bool = False
     vllm: str | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         lists = {

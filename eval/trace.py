@@ -150,6 +150,7 @@ def _steps(
             draft_length=speculation.length,
             verifier=rule,
             seed=settings.seed,
+            invariant=settings.invariant,
             request_ids=[prompt.number],
             on_commit=tracer.on_commit,
             max_new_tokens=settings.max_new_tokens,

@@ -104,6 +104,8 @@ def packed_attention(
         mask = step.chunk_mask(chunk, sliding_window, query.dtype)
         k, v = key[place : place + 1, :, :seen], value[place : place + 1, :, :seen]
         out_M.append(attend.chunk(query[:, :, first:end], k, v, mask)[0].transpose(0, 1))
+    if step.apart is not None and len(step.grid) < query.shape[2]:  # those that only fill up
+        out_M.append(out_M[0].new_zeros(query.shape[2] - len(step.grid), *out_M[0].shape[1:]))
     return (out_M[0] if len(out_M) == 1 else torch.cat(out_M))[None], None
 
 
@@ -113,7 +115,12 @@ def _grid(query: Tensor, key: Tensor, value: Tensor, step: Step, window: int | N
     G = H // H_kv
     cells = step.to_grid(query[0].transpose(0, 1))  # [n * T, H, D]
     folded = cells.view(n, T, H_kv, G, -1).permute(0, 2, 1, 3, 4).reshape(n, H_kv, T * G, -1)
-    out = attend(folded, key[:n], value[:n], step.grid_mask(window, G, query.dtype))
+    mask = step.grid_mask(window, G, query.dtype)
+    if step.apart is None:
+        out = attend(folded, key[:n], value[:n], mask)
+    else:
+        rows = zip(folded.split(1), step.apart, mask.split(1), strict=True)
+        out = torch.cat([attend(q, key[place : place + 1], value[place : place + 1], seen) for q, place, seen in rows])
     out = out.view(n, H_kv, T, G, -1).permute(0, 2, 1, 3, 4).reshape(n * T, H, -1)
     return step.from_grid(out)
 

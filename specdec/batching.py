@@ -52,6 +52,7 @@ def stream_batch(
     seed: int | None = None,
     request_ids: Sequence[int] | None = None,
     tokenizer: Any = None,
+    invariant: bool = False,
     **kwargs: Any,
 ) -> Iterator[Finished]:
     """Generate for every prompt, at most `max_batch` at a time, and yield the requests in the order in which they end.
@@ -61,8 +62,8 @@ def stream_batch(
              tokens per step, 512 unless given: with fewer, rows that decode beside a prompt go more steadily),
              stop_strings (with tokenizer), ...
     The other arguments are those of `specdec.generate`. What a request emits, and with one seed its sample, does not
-    depend on the others or on `max_batch`, up to floating point: processors and stopping criteria see its own tokens,
-    without padding. Raises ValueError or NotImplementedError before anything is computed.
+    depend on the others or on `max_batch`, up to floating point unless `invariant`: processors and stopping criteria
+    see its own tokens, without padding. Raises ValueError or NotImplementedError before anything is computed.
 
     Example: for done in specdec.stream_batch(model, tokenizer(texts).input_ids, max_new_tokens=64): print(done.index)
     """
@@ -75,7 +76,7 @@ def stream_batch(
             raise ValueError(f"prompt {index} is of {row.dtype}: give token ids, integers")
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
-        tokenizer=tokenizer, max_batch=max_batch,
+        tokenizer=tokenizer, max_batch=max_batch, invariant=invariant,
     )  # fmt: skip
     if not rows:
         return iter(())

@@ -23,9 +23,9 @@ BUCKET = 64  # slots handed to attention, and capacity, are multiples of this
 GROWTH = 1.25  # capacity grows with the text by this factor, so copying stays a small part of the work
 
 
-def bucketed(slots: int) -> int:
-    """The smallest multiple of BUCKET that holds `slots`."""
-    return -(-slots // BUCKET) * BUCKET
+def bucketed(slots: int, bucket: int = BUCKET) -> int:
+    """The smallest multiple of `bucket` that holds `slots`."""
+    return -(-slots // bucket) * bucket
 
 
 class SlotLayer(CacheLayerMixin):

@@ -14,6 +14,7 @@ from specdec.cli_options import (
     Device,
     Drafter,
     DType,
+    Invariant,
     MaxNewTokens,
     Raw,
     Target,
@@ -52,6 +53,7 @@ def generate(
     raw: Raw = False,
     dtype: DType = "auto",
     device: Device = "auto",
+    invariant: Invariant = False,
     color: Annotated[bool, typer.Option("--color", help="Drafted and accepted tokens in green.")] = False,
 ) -> None:
     """Stream one answer as its tokens are accepted, then a line of statistics."""
@@ -76,6 +78,7 @@ def generate(
         draft_length=draft_length if spec.length is None else spec.length,
         verifier=verifier,
         seed=seed,
+        invariant=invariant,
         return_stats=True,
         on_commit=printer.on_commit,
         max_new_tokens=max_new_tokens,

@@ -16,6 +16,7 @@ from specdec.cli_options import (
     Drafters,
     DraftLength,
     DType,
+    Invariant,
     Limit,
     MaxNewTokens,
     PromptsFile,
@@ -88,6 +89,7 @@ def evaluate(
         str | None,
         typer.Option(help="Python of an environment with vLLM (such as .venv-vllm/bin/python), to compare it too."),
     ] = None,
+    invariant: Invariant = False,
     skip_bad: SkipBad = False,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Also measure tensor bytes with this many tokens of context.")
@@ -129,6 +131,7 @@ def fidelity(
     dtype: DType = "auto",
     device: Device = "auto",
     limit: Limit = None,
+    invariant: Invariant = False,
     skip_bad: SkipBad = False,
     resume: Resume = False,
     self_checked: Annotated[

@@ -41,6 +41,14 @@ TopK = Annotated[
 ]
 TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass. Off unless given.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same samples.")]
+Invariant = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        help="Give every token the same logits, bit for bit, whatever is computed beside it; with greedy decoding or "
+        "--verifier coupled drafting then changes no token, also in bfloat16.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")]
 ToWandb = Annotated[bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]

@@ -35,6 +35,7 @@ def generate(
     on_commit: OnCommit | None = None,
     max_batch: int | None = None,
     synced_gpus: bool | None = None,
+    invariant: bool = False,
     return_stats: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -54,6 +55,9 @@ def generate(
     tokenizer:    the target's, for stop_strings and for a draft model given by name.
     on_commit:    called as on_commit(row, tokens, n_drafted) after every step of every row.
     max_batch:    most rows at work at a time, None = all; a row that ends makes place for the next one at once.
+    invariant:    give every token the same logits, bit for bit, whatever is computed beside it (specdec.invariant):
+                  greedy search, and sampling with verifier="coupled", then emit exactly what plain decoding does, in
+                  bfloat16 too, at any batch size and draft length up to LONGEST_DRAFT. It costs the padding.
     return_stats: also return the call's `Stats`: (output, stats).
     Raises ValueError or NotImplementedError, in one sentence, for what it cannot do.
 
@@ -64,7 +68,7 @@ def generate(
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
-        synced_gpus=synced_gpus,
+        synced_gpus=synced_gpus, invariant=invariant,
     )  # fmt: skip
     kwargs["stop_strings"] = stop_strings
     output = model.generate(**decided_by(decode, model, input_ids, kwargs))

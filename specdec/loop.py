@@ -145,7 +145,7 @@ class Batch:
             cached, tokens = self.cache.lengths[row], request.tokens
             count = request.slots - cached
             if request.steps == 0:
-                count = min(count, left)
+                count = min(count, left - left % self.target.chunk)
                 left -= count
             else:
                 assert count == 1, f"row {row}: {cached} tokens cached of {request.slots} committed"

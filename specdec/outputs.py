@@ -16,11 +16,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from specdec.compat import CACHE_FIELD, cached_tokens
 from specdec.contracts import Draft, Scores
+from specdec.invariant import InvariantTarget
 from specdec.layer_outputs import layer_outputs
 from specdec.loop import Batch
 from specdec.requests import Request
 from specdec.stats import Stats
 from specdec.step import Segment
+from specdec.target import Target
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -81,8 +83,11 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
     pads = torch.full((len(short), max(lengths)), pad, device=batch.target.device)
     draft = Draft(pads, lengths)
     segments = [Segment(r.row, r.tokens[-1:], r.slots - 1, True, r.shift) for r in short]
-    step = batch.target.pack(segments, draft, batch.cache)
-    logits, _ = batch.target.forward(step, batch.cache)
+    target = batch.target
+    if isinstance(target, InvariantTarget):  # whose forwards may be too narrow; no request's bits depend on these
+        target = Target(target.model)
+    step = target.pack(segments, draft, batch.cache)
+    logits, _ = target.forward(step, batch.cache)
     batch.count(segments, draft)
     for request, length in zip(short, lengths, strict=True):
         batch.cache.lengths[request.row] += 1 + length

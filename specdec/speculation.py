@@ -36,6 +36,7 @@ from specdec.compat import handed_over, is_callers
 from specdec.contracts import Drafter, Verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.draws import request_array
+from specdec.invariant import LONGEST_DRAFT, check_fits, target_for
 from specdec.layout import Layout, layout
 from specdec.loop import CHUNK, Batch, OnCommit
 from specdec.models import LoadedModel
@@ -71,6 +72,7 @@ class speculate:
         on_commit: OnCommit | None = None,
         max_batch: int | None = None,
         synced_gpus: bool | None = None,
+        invariant: bool = False,
     ):
         if draft_length is not None:
             check_draft_length(draft_length)
@@ -81,6 +83,9 @@ class speculate:
         self.drafter = DrafterSpec.parse(drafter) if isinstance(drafter, str) else _checked(drafter)
         if isinstance(self.drafter, DrafterSpec) and self.drafter.length is not None:
             draft_length = self.drafter.length
+        if invariant:
+            check_fits(draft_length)
+        self.invariant = invariant
         self.verifier = known(VERIFIERS, verifier, "verifier") if isinstance(verifier, str) else verifier
         if not isinstance(self.verifier, type | Verifier):
             raise ValueError(f"verifier is {verifier!r}: give a name, or an object with all of specdec.Verifier")
@@ -124,7 +129,11 @@ class speculate:
         refuse_unsupported(generation_config, model_kwargs)
         refuse_foreign_inputs(model)
         synced = are_needed(model) if self.synced_gpus is None else self.synced_gpus
-        target = PeerTarget(model) if synced else Target(model)
+        if synced and self.invariant:
+            raise NotImplementedError(
+                "invariant mode does not run a model that is sharded over processes: leave it out"
+            )
+        target = PeerTarget(model) if synced else target_for(model, self.invariant)
         stops = Stops(stopping_criteria)
         stops.device = input_ids.device
         prompts = layout(input_ids, model_kwargs, generation_config)
@@ -133,7 +142,8 @@ class speculate:
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
-        length = self.draft_length if self.draft_length is not None else LONGEST if learns else DRAFT_LENGTH
+        longest = min(LONGEST, LONGEST_DRAFT) if self.invariant else LONGEST
+        length = self.draft_length if self.draft_length is not None else longest if learns else DRAFT_LENGTH
         drafter = None if self.draft_length == 0 else self.drafter_for(model)
         returns = bool(generation_config.return_dict_in_generate)
         layers = returns and bool(generation_config.output_hidden_states or generation_config.output_attentions)
@@ -154,7 +164,7 @@ class speculate:
             budget=Budget(length) if learns else None,
             on_commit=self.on_commit,
             max_rows=self.max_batch,
-            chunk=_chunk(generation_config.prefill_chunk_size) if reader is None else prompts.seen.size,
+            chunk=_chunk(generation_config.prefill_chunk_size, target.chunk) if reader is None else prompts.seen.size,
             reader=reader,
             recorder=ScoreRecorder(requests, *asked) if any(asked) else None,
             keeps_cache=any(asked) or (returns and cache is not None) or is_callers(cache),
@@ -165,6 +175,11 @@ class speculate:
     def _reader(
         self, target: Target, prompts: Layout, model_kwargs: dict[str, Any], drafter: Drafter | None
     ) -> PromptReader:
+        if self.invariant:
+            raise NotImplementedError(
+                "invariant mode reads prompts itself, in chunks of a fixed length: give no cache, embeddings, "
+                "positions or mask that is no left padding, and ask for no hidden states or attentions"
+            )
         if self.max_batch is not None and self.max_batch < len(prompts.ids):
             raise NotImplementedError(
                 f"max_batch is {self.max_batch} for {len(prompts.ids)} prompts that the model itself has to read (for "
@@ -221,8 +236,9 @@ def _checked(drafter: Any) -> Drafter | None:
     return drafter
 
 
-def _chunk(size: int | None) -> int:
-    """Most prompt tokens per step."""
+def _chunk(size: int | None, least: int) -> int:
+    """Most prompt tokens per step, and at least as many as enter at once."""
     if size is None:
         return CHUNK
-    return whole_number(size, "prefill_chunk_size", "give how many prompt tokens may enter in a step, 1 or more", 1)
+    advice = f"give how many prompt tokens may enter in a step, {least} or more"
+    return whole_number(size, "prefill_chunk_size", advice, least)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.cache import SlotCache, bucketed
+from specdec.cache import BUCKET, SlotCache, bucketed
 from specdec.contracts import Draft
 
 
@@ -54,6 +54,8 @@ class Step:
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
     masked: [n', S] slots that no token of a place may see, or None where there are none.
+    apart: places of the grid's rows where they attend one by one, so that none depends on how many there are. The grid
+           then holds these rows alone, and packed tokens that are in no cell attend to nothing.
     """
 
     input_ids: Tensor
@@ -72,6 +74,7 @@ class Step:
     first: dict[int, int]
     parents: Tensor | None = None
     masked: Tensor | None = None
+    apart: list[int] | None = None
     windows: set[int] = field(default_factory=set)  # sliding windows that attention asked for
     _masks: dict = field(default_factory=dict)
 
@@ -154,13 +157,22 @@ def tree_layout(parents_BN: Tensor) -> tuple[Tensor, Tensor]:
     return reached, reached.sum(-1) - 1
 
 
-def pack(segments: Sequence[Segment], draft: Draft, cache: SlotCache, device: torch.device, one_grid: bool) -> Step:
+def pack(
+    segments: Sequence[Segment],
+    draft: Draft,
+    cache: SlotCache,
+    device: torch.device,
+    one_grid: bool,
+    bucket: int = BUCKET,
+    apart: bool = False,
+) -> Step:
     """Lay out a step; the cache grows if a row needs it.
 
     draft:    one row per scored segment, in their order.
     one_grid: put prompt chunks into the grid too (the padded forward needs one rectangle).
+    bucket:   attention sees a multiple of so many slots.   apart: rows attend one by one.
     """
-    plan = _Plan(segments, draft, cache, one_grid)
+    plan = _Plan(segments, draft, cache, one_grid, bucket, apart)
     sent = plan.send(device)  # the step's one host-to-device copy
     parents = None
     if len(sent["draft_at"]):
@@ -186,6 +198,7 @@ def pack(segments: Sequence[Segment], draft: Draft, cache: SlotCache, device: to
         first=plan.first,
         parents=parents,
         masked=plan.masked_by_place(device) if cache.masked else None,
+        apart=[cache.place(segment.row) for segment in plan.grid_segments] if apart else None,
     )
 
 
@@ -197,17 +210,19 @@ class _Plan:
         "draft_from", "draft_root",
     )  # fmt: skip
 
-    def __init__(self, segments: Sequence[Segment], draft: Draft, cache: SlotCache, one_grid: bool):
+    def __init__(
+        self, segments: Sequence[Segment], draft: Draft, cache: SlotCache, one_grid: bool, bucket: int, apart: bool
+    ):
         scored = [s for s in segments if s.scored]
         self.order = {s.row: b for b, s in enumerate(scored)}  # row id -> the draft's row
         self.drafted = dict(zip(self.order, draft.lengths, strict=True))
         self.cache, self.N = cache, draft.tokens.shape[1]
-        reach = max(s.start + self._count(s) for s in segments)
-        cache.reserve(reach)
-        self.slots = min(bucketed(reach), cache.capacity)
+        self.slots = bucketed(max(s.start + self._count(s) for s in segments), bucket)
+        cache.reserve(self.slots)
         in_grid = [s for s in segments if one_grid or (s.scored and len(s.tokens) == 1)]
         self.grid_segments = sorted(in_grid, key=lambda s: cache.place(s.row))
-        self.grid_places = 1 + cache.place(self.grid_segments[-1].row) if in_grid else 0
+        self.grid_row = {s.row: i if apart else cache.place(s.row) for i, s in enumerate(self.grid_segments)}
+        self.grid_places = 1 + max(self.grid_row.values(), default=-1)
         self.width = max((self._count(s) for s in in_grid), default=0)
         for name in self.SENT:
             setattr(self, name, [])
@@ -233,7 +248,7 @@ class _Plan:
 
     def _place_in_grid(self, segment: Segment) -> None:
         count = self._count(segment)
-        cell = self.cache.place(segment.row) * self.width
+        cell = self.grid_row[segment.row] * self.width
         self.grid.extend(range(cell, cell + count))
         self.cell_slots[cell : cell + count] = range(segment.start, segment.start + count)
 
@@ -261,18 +276,18 @@ class _Plan:
         return dict(zip(self.SENT, sent.split([len(array) for array in arrays]), strict=True))
 
     def masked_by_place(self, device: torch.device) -> Tensor:
-        """[grid_places, slots] which slots nobody sees."""
+        """[grid_places, slots] which slots nobody sees, by row of the grid."""
         masked = np.zeros((self.grid_places, self.slots), dtype=bool)
         for segment in self.grid_segments:
-            masked[self.cache.place(segment.row), self.cache.masked.get(segment.row, [])] = True
+            masked[self.grid_row[segment.row], self.cache.masked.get(segment.row, [])] = True
         return torch.from_numpy(masked).to(device, non_blocking=True)
 
     def parents_by_place(self, parents_BN: Tensor) -> Tensor:
-        """[grid_places, width - 1] the drafted trees by cache place; other rows (prompt chunks) hold a chain."""
+        """[grid_places, width - 1] the drafted trees by row of the grid; other rows (prompt chunks) hold a chain."""
         chain = torch.arange(-1, self.width - 2, device=parents_BN.device)
         by_place = chain.repeat(self.grid_places, 1)
         rows = [s for s in self.grid_segments if s.scored and len(s.tokens) == 1]
-        places = torch.tensor([self.cache.place(s.row) for s in rows], device=parents_BN.device)
+        places = torch.tensor([self.grid_row[s.row] for s in rows], device=parents_BN.device)
         taken = torch.tensor([self.order[s.row] for s in rows], device=parents_BN.device)
         n = min(self.N, self.width - 1)
         by_place[places, :n] = parents_BN[taken, :n]

@@ -36,7 +36,10 @@ class Target:
 
     model:  any decoder-only model whose state is a KV cache; others raise NotImplementedError that says why.
     padded: force (True) or forbid (False) the padded forward; None = packed where the model supports it.
+    chunk:  prompts are to be cut at multiples of so many tokens.
     """
+
+    chunk = 1
 
     def __init__(self, model: PreTrainedModel, padded: bool | None = None):
         refuse_unsupported(model)

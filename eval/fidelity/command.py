@@ -26,6 +26,7 @@ from eval.methods import EncodedPrompt, Request, check_room
 from specdec.call_checks import fitting_verifier
 from specdec.cli_options import sampling_arguments
 from specdec.drafter_spec import DrafterSpec, build_drafter
+from specdec.invariant import check_fits, refuse_mixing
 from specdec.models import LoadedModel, load_target
 from specdec.prompts import load_prompts
 from specdec.registry import VERIFIERS, known
@@ -52,6 +53,10 @@ def run(
     tests miss a bug. Raises ValueError, FileNotFoundError or FileExistsError before anything is written."""
     chosen = Settings(sampling=sampling_arguments(temperature, top_k, top_p), **settings)
     spec = DrafterSpec.parse(chosen.drafter)
+    if chosen.invariant:
+        check_fits(spec.length)
+        if self_checked:
+            raise ValueError("--self-check injects its bugs into the default mode: leave --invariant out")
     sources = load_prompts(chosen.prompts, chosen.limit, chosen.skip_bad)
     config = chosen.config(hashlib.sha256(repr(sources).encode()).hexdigest())
     folder = Folder(out, result=lambda fields: Result(**fields))
@@ -86,7 +91,10 @@ def run(
 def build_ladder(
     loaded: LoadedModel, prompts: Sequence[EncodedPrompt], spec: DrafterSpec, settings: Settings
 ) -> Ladder:
-    """Raises ValueError for a prompt that leaves no room to generate, and for a drafter that cannot be built."""
+    """Raises ValueError for a prompt that leaves no room to generate, and for a drafter that cannot be built;
+    NotImplementedError for a model that has no invariant mode, where that is asked for."""
+    if settings.invariant:
+        refuse_mixing(loaded.model)
     check_room(loaded.model, prompts, settings.max_new_tokens)
     request = Request.of(loaded.model, settings.sampling, settings.seed)
     return Ladder(
@@ -104,6 +112,7 @@ def build_ladder(
         pad=request.pad,
         seed=settings.seed,
         samples=settings.samples,
+        invariant=settings.invariant,
     )
 
 

@@ -27,6 +27,7 @@ from eval.fidelity.results import JobKey
 from eval.methods import EncodedPrompt, left_padded
 from eval.runner import batches
 from specdec.contracts import Drafter, Verifier
+from specdec.invariant import target_for
 from specdec.stats import Stats
 
 TINY = 1_000_000  # parameters, below which the reference precision is float64
@@ -81,7 +82,7 @@ class Ladder:
 
     verifier: makes the rule anew for each call, since a rule may remember its last draft.
     sampling: keyword arguments of `generate`.   stops: ids that end a request.   pad: fills up shorter rows.
-    samples:  seeds of the last rung, from `seed` on.
+    samples:  seeds of the last rung, from `seed` on.   invariant: run every rung in specdec's invariant mode.
     """
 
     model: PreTrainedModel
@@ -96,6 +97,7 @@ class Ladder:
     pad: int
     seed: int = 0
     samples: int = 1
+    invariant: bool = False
 
     @property
     def compares_tokens(self) -> bool:
@@ -151,6 +153,7 @@ class Ladder:
             seed=seed,
             request_ids=[prompt.number for prompt in prompts],
             return_stats=True,
+            invariant=self.invariant,
             **self._generate_arguments,
         )
         return Watched(recorder, stats, time.perf_counter() - started)
@@ -166,7 +169,7 @@ class Ladder:
 
     def scores_at_width(self, prompt: EncodedPrompt, tokens: Sequence[int]) -> torch.Tensor:
         """[T, V] processed scores before each of `tokens`, from forwards as wide as a verification's."""
-        raw = at_width(self.model, prompt.tokens, tokens, self.draft_length + 1)
+        raw = at_width(target_for(self.model, self.invariant), prompt.tokens, tokens, self.draft_length + 1)
         return processed(self.processors([prompt]), prompt.tokens, tokens, raw)
 
     @property

@@ -39,10 +39,9 @@ def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequen
 
 
 @torch.no_grad()
-def at_width(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Tensor:
+def at_width(target: Target, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Tensor:
     """The same logits from forwards of `width` tokens over the engine's cache, as verification runs them: what the
     width of the forward alone does to them."""
-    target = Target(model)
     cache = target.new_cache()
     cache.admit([0])
     text = torch.tensor([*prompt, *tokens])
@@ -59,10 +58,10 @@ def at_width(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int
         if scored:
             logits.append(scores)
 
-    last = len(prompt) - 1
-    for first in range(0, last, CHUNK):
-        run(first, min(first + CHUNK, last), 0, scored=False)
-    for first in range(last, len(text) - 1, width):
+    for first in range(0, len(prompt), CHUNK):
+        end = min(first + CHUNK, len(prompt))
+        run(first, end, 0, scored=end == len(prompt))
+    for first in range(len(prompt), len(text) - 1, width):
         end = min(first + width, len(text) - 1)
         run(first, end, end - first - 1, scored=True)
     return torch.cat(logits)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.call_checks import check_draft_length, fitting_verifier
+from specdec.invariant import check_fits
 from specdec.registry import VERIFIERS, known
 
 ALPHA = 1e-3  # chance that a correct method fails any one of a run's distribution tests
@@ -38,6 +39,7 @@ class Settings:
     limit: int | None = None
     raw: bool = False
     skip_bad: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_new_tokens", "samples"):
@@ -47,6 +49,8 @@ class Settings:
             raise ValueError(f"samples is {self.samples} but greedy decoding has no seed: give a temperature above 0")
         fitting_verifier(known(VERIFIERS, self.verifier, "verifier"), self.sampling["do_sample"])
         check_draft_length(self.draft_length)
+        if self.invariant:
+            check_fits(self.draft_length)
 
     def config(self, prompts_digest: str) -> dict[str, Any]:
         """As JSON holds it, with a digest of the prompts' text so that an edited file counts as another run."""

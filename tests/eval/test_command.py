@@ -10,6 +10,7 @@ from specdec.models import LoadedModel
 from tests.eval.outputs import results, summary
 from tests.heads.test_medusa import random_heads
 from tests.heads.test_mtp import random_head
+from tests.shapes import depend_on_shapes
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
@@ -50,6 +51,21 @@ def test_learned_draft_lengths_are_a_row_too(tmp_path, evaluate):
     learned, fixed = rows["ngram:min_n=1,length=auto"], rows["ngram:min_n=1,length=2"]
     assert learned["draft_length"] is None and fixed["draft_length"] == 2
     assert learned["exact_match_rate"] == 1.0 and learned["predicted_speedup"] is None
+
+
+def test_invariant_mode_beside_the_default_one(tmp_path, evaluate, model, monkeypatch):
+    """With kernels that depend on their shapes only the invariant mode gives plain decoding's tokens."""
+    depend_on_shapes(monkeypatch)
+    settings = ("--drafter", "ngram:min_n=1", "--verifier", "coupled", "--temperature", "1", "--trace", "1")
+    result = evaluate(*settings, "--invariant")
+    assert result.exit_code == 0, result.output
+    rates = {(row["batch_size"], row["method"]): row["exact_match_rate"] for row in summary(tmp_path)["rows"]}
+    assert rates[1, "ngram:min_n=1"] == rates[2, "ngram:min_n=1"] == 1.0
+    assert rates[1, "plain (default mode)"] < 1 and rates[2, "plain (default mode)"] < 1
+    assert summary(tmp_path)["plain_across_batch_sizes"][0]["different"] == 0
+    for wrong in (["--draft-length", "8"], ["--drafter", "ngram:length=9"]):
+        result = evaluate("--invariant", *wrong, "--out", str(tmp_path / "other"))
+        assert result.exit_code == 2 and "in invariant mode give at most 7" in result.stderr
 
 
 def test_json_is_alone_on_standard_output(tmp_path, evaluate):

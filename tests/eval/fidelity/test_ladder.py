@@ -10,6 +10,7 @@ from eval.fidelity.observe import observe
 from eval.fidelity.results import Result
 from eval.folder import Folder
 from tests.eval.fidelity.ladders import SAMPLED, climbed, ladder_of
+from tests.shapes import depend_on_shapes
 from tests.tiny_models import tiny
 
 
@@ -32,6 +33,14 @@ def test_rungs_run_what_they_say():
             assert result.steps == [1] * 16
         assert max(map(abs, result.shifts)) < 1e-5 and result.outside == []
         assert result.samples == {} and result.lossless
+
+
+def test_in_invariant_mode_every_rung_has_the_same_scores(monkeypatch):
+    depend_on_shapes(monkeypatch)
+    for invariant in (True, False):
+        ladder = replace(ladder_of(tiny("llama", dtype=torch.bfloat16)), invariant=invariant)
+        scores = [{r.number: r.scores for r in climbed(ladder) if r.rung == rung} for rung in range(1, 6)]
+        assert all(rung == scores[0] for rung in scores) == invariant
 
 
 def test_the_reference_has_the_same_weights_in_higher_precision():

@@ -8,6 +8,7 @@ from eval.fidelity.recorder import Recorder
 from eval.fidelity.rescore import at_width, hf_processors, processed, teacher_forced
 from specdec.contracts import Draft, Scores
 from specdec.draws import FreshDraws
+from specdec.target import Target
 from tests.tiny_models import tiny
 from verifiers.greedy import GreedyVerifier
 from verifiers.rejection import RejectionVerifier
@@ -55,7 +56,7 @@ def test_scoring_at_another_width_is_the_same_up_to_rounding():
     prompt, tokens = list(range(1, 30)), [3, 1, 4, 1, 5, 9, 2, 6]
     expected = teacher_forced(model, prompt, tokens)
     for width in (1, 3, 8, 20):
-        torch.testing.assert_close(at_width(model, prompt, tokens, width), expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(at_width(Target(model), prompt, tokens, width), expected, rtol=0, atol=1e-10)
 
 
 def test_guesses_are_the_distributions_that_drafts_were_drawn_from():
