@@ -17,7 +17,7 @@ READY := .venv/ready-$(firstword $(TORCH))
 OLDEST_READY := .venv-oldest/ready-$(firstword $(TORCH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo report test test-slow test-oldest test-vllm lint clean
+.PHONY: help venv demo report bench-gpu test test-slow test-oldest test-vllm lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ test-oldest: $(OLDEST_READY) ## the engine's fast tests on the oldest supported 
 test-vllm: $(READY) .venv-vllm/ready ## an exported Medusa head in vLLM itself, on the CPU, from an environment of its own
 	folder=$$(mktemp -d) && .venv/bin/python -m tests.vllm.ours $$folder && \
 		.venv-vllm/bin/python tests/vllm/theirs.py $$folder
+
+bench-gpu: $(READY) ## on a machine with a GPU, five minutes of tests and step costs, as JSON in OUT
+	OUT="$(OUT)" .ci/bench-gpu
 
 lint: $(READY) ## style and formatting
 	.venv/bin/ruff check .

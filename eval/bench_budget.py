@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import specdec
@@ -104,7 +106,8 @@ def run(
     folder.write_json("environment.json", about)
     loaded.model.generation_config.eos_token_id = None  # rows of unequal lengths would make the batch another one
     texts = by_category(loaded.tokenizer, loaded.model, raw)
-    for job in missing(texts, batch_sizes, repeats, done):
+    jobs = list(missing(texts, batch_sizes, repeats, done))
+    for job in track(jobs, "rounds", console=Console(stderr=True)):
         done.append(measured(loaded.model, drafts, texts, *job, max_new_tokens))
         folder.append(done[-1:])
     cells = summaries([one for one in done if one.batch_size in batch_sizes])

@@ -15,7 +15,8 @@ def random_heads(model, seed=0, **settings):
     heads = MedusaHeads(MedusaConfig(**{"heads": 3, "layers": 2} | SIZES | settings), model, draft_ids)
     generator = torch.Generator().manual_seed(seed)
     for parameter in heads.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data += 0.2 * noise.to(parameter.device)
     return heads
 
 

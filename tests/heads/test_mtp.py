@@ -17,7 +17,8 @@ def random_head(model, seed=0, draft_ids=None, **settings):
     head = MTPHead(MTPConfig(**{"layers": 1} | SIZES | settings), model, draft_ids)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data += 0.2 * noise.to(parameter.device)
     return head
 
 
