@@ -137,22 +137,24 @@ def refuse_cache(implementation: str | None) -> None:
 
 
 def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """NotImplementedError that names the first argument which asks for something not supported yet."""
+    """NotImplementedError that names the first argument which asks for what is not speculated."""
     refuse_cache(config.cache_implementation)
+    constrained = getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)
     asked = {
-        "num_beams": (config.num_beams or 1) > 1,
-        "penalty_alpha": bool(config.penalty_alpha),
-        "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
-        "dola_layers": getattr(config, "dola_layers", None) is not None,
+        "force_words_ids (constrained beam search)": constrained,
+        "num_beam_groups (group beam search)": (getattr(config, "num_beam_groups", None) or 1) > 1,
+        "num_beams (beam search)": (config.num_beams or 1) > 1,
+        "penalty_alpha (contrastive search)": config.penalty_alpha,
+        "dola_layers (decoding by the contrast of layers)": getattr(config, "dola_layers", None) is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "assistant_early_exit": config.assistant_early_exit is not None,
-        "use_mtp": bool(getattr(config, "use_mtp", None)),
+        "assistant_early_exit (the target's first layers as the assistant)": config.assistant_early_exit is not None,
+        "use_mtp (the target's own multi-token prediction)": getattr(config, "use_mtp", None),
         **{name: value is not None for name, value in model_kwargs.items() if name not in HONOURED},
     }
     for name, is_asked in asked.items():
         if is_asked:
             raise NotImplementedError(
-                f"{name} is not supported by specdec yet: leave it out, or call model.generate without specdec"
+                f"{name} is not supported by specdec: leave it out, or call model.generate without specdec"
             )
 
 

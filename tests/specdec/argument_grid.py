@@ -183,6 +183,8 @@ LEVELS: dict[str, dict[str, Setting]] = {
         "": _fixed(),
         "dynamic": _fixed(cache_implementation="dynamic"),
         "static": _fixed(cache_implementation="static"),
+        "quantized": _fixed(cache_implementation="quantized"),
+        "paged": _fixed(cache_implementation="paged"),
     },
     "prefill_chunk_size": {"": _fixed(), "4": _fixed(prefill_chunk_size=4)},
     "streamer": {"": _fixed(), "given": lambda p: {"streamer": Recorder()}},
@@ -201,12 +203,13 @@ LEVELS: dict[str, dict[str, Setting]] = {
 }
 DEFAULT = {factor: next(iter(levels)) for factor, levels in LEVELS.items()}
 ONLY_ALONE = {("length", "max_new_tokens=1"), ("max_time", "0")}  # in a combination they would hide everything else
-# Two levels that `generate` does not take together, or answers with NaN or with a part.
+# Levels that `generate` does not take together, or answers with NaN or with a part.
 EXCLUDED = [
     {("output_attentions", "True"), ("prefill_chunk_size", "4")},
     {("output_attentions", "True"), ("cache_implementation", "static")},
     {("output_attentions", "True"), ("cache", "empty StaticCache")},
     {("output_attentions", "True"), ("cache", "DynamicCache to go on from")},
+    {("output_attentions", "True"), ("use_cache", "False"), ("layout", "left")},
     {("exponential_decay_length_penalty", "given"), ("eos_token_id", "")},
     {("prompt", "inputs_embeds"), ("prefill_chunk_size", "4")},
     {("use_cache", "False"), ("prefill_chunk_size", "4")},
@@ -230,11 +233,11 @@ def alone() -> list[Combination]:
 
 
 def combinations(refused: set[tuple[str, str]]) -> list[Combination]:
-    """The grid, of levels that are not `refused` alone: at least COMBINATIONS, the first of which are `alone()`."""
+    """The grid, of levels that are not `refused` alone: at least COMBINATIONS, the first of which are of `alone()`."""
+    singles = [combination for combination in alone() if not refused & set(combination.items())]
     usable = {
         factor: [level for level in levels if (factor, level) not in refused | ONLY_ALONE]
         for factor, levels in LEVELS.items()
     }
-    covering = pairwise(usable, possible)
-    singles = alone()
-    return singles + covering + at_random(usable, possible, max(0, COMBINATIONS - len(singles) - len(covering)), 0.6)
+    found = singles + pairwise(usable, possible)
+    return found + at_random(usable, possible, max(0, COMBINATIONS - len(found)), 0.6)

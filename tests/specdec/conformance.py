@@ -111,19 +111,23 @@ def theirs(combination: Combination, prompts: Prompts) -> Theirs:
         return Theirs(None, None, error)
 
 
-def check(combination: Combination, prompts: Prompts, right: Theirs, drafter: str) -> tuple[str, Any]:
-    """("equal", statistics), or ("refused", the error). AssertionError where the two sides differ."""
+def check(combination: Combination, prompts: Prompts, drafter: str) -> tuple[str, Any]:
+    """How the call went and its statistics, or why it was refused. AssertionError where the two sides differ."""
+    right = None
     if drafter == "guesses":
+        right = theirs(combination, prompts)
         drafter = Guesser([] if right.error is not None else right.emitted(combination).tolist())
     try:
         output, stats, streamer = ours(combination, prompts, drafter)
     except NotImplementedError as error:
-        return "refused", error
+        return "refused by specdec", str(error)
     except ValueError as error:
-        if right.error is not None:
-            return "refused", error
-        assert NO_TOKEN in str(error) and has_undefined_scores(combination, prompts), str(error)
-        return "undefined scores", None
+        if NO_TOKEN in str(error) and has_undefined_scores(combination, prompts):
+            return "undefined scores", ""
+        if (right or theirs(combination, prompts)).error is None:
+            raise
+        return "refused by generate", "`generate` refuses it too"
+    right = right or theirs(combination, prompts)
     assert right.error is None, f"generate raises {right.error!r}, the drop-in does not"
     assert type(output).__mro__[-2:] == type(right.output).__mro__[-2:], "of another type"
     sequences, expected = sequences_of(output), sequences_of(right.output)
@@ -180,27 +184,23 @@ class Findings:
 
     counts: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    refused: dict[frozenset, tuple[str, str]] = field(default_factory=dict)  # changed levels -> by whom, why
+    refused: dict[frozenset, str] = field(default_factory=dict)  # what is not the default -> why
 
     def run(self, family: str, combination: Combination, drafter: str) -> None:
         """Call both sides and count what came out."""
         prompts = prompts_of(family, combination["rows"], combination["layout"], bool(combination["output_attentions"]))
         changed = frozenset(combination.items() - DEFAULT.items())
-        right = theirs(combination, prompts)
         try:
-            outcome, found = check(combination, prompts, right, drafter)
+            outcome, found = check(combination, prompts, drafter)
         except Exception as error:
-            self.counts["failed"] += 1
+            outcome = "failed"
             self.failures.append(f"{family}, {drafter}, {dict(changed)}: {type(error).__name__}: {error}")
-            return
-        if outcome == "refused":
-            by = "specdec" if right.error is None or isinstance(found, NotImplementedError) else "generate"
-            self.refused[changed] = by, str(found)
-            outcome = f"refused by {by}"
-        elif outcome == "equal":
+        self.counts[outcome] += 1
+        if outcome == "equal":
             drafted, accepted = sum(sum(r.drafted) for r in found.rows), sum(sum(r.accepted) for r in found.rows)
             self.counts.update(drafted=drafted, accepted=accepted, emitted=found.emitted)
-        self.counts[outcome] += 1
+        elif outcome.startswith("refused"):
+            self.refused[changed] = found
 
 
 def refused_alone() -> Findings:
@@ -214,11 +214,9 @@ def refused_alone() -> Findings:
 def table(findings: Findings) -> str:
     """Markdown: what is refused, and why."""
     lines = ["| refused | why |", "| --- | --- |"]
-    for changed, (by, why) in findings.refused.items():
-        ((factor, level),) = changed - {("eos_token_id", "int")}
-        what = level if factor == "drafts" else f"{factor}={level}"
-        reason = "`generate` refuses it too" if by == "generate" else why
-        lines.append(f"| `{what}` | {reason} |")
+    for ((factor, level),), why in findings.refused.items():
+        what = {"drafts": level, "num_return_sequences": "num_return_sequences=2, do_sample=False"}.get(factor)
+        lines.append(f"| `{what or f'{factor}={level}'}` | {why.partition('; ')[0].partition(': leave')[0]} |")
     return "\n".join(lines)
 
 
@@ -247,9 +245,8 @@ def main() -> None:
     print(f"{len(grid)} combinations x {len(options.families)} families: {dict(findings.counts)}")
     for failure in findings.failures:
         print("FAILED", failure)
-    for changed, (by, why) in findings.refused.items():
-        if len(changed) > 1:
-            print(f"refused by {by}: {dict(changed)}: {why}")
+    for changed, why in findings.refused.items():
+        print("REFUSED", dict(changed), why)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def pairs(levels: Combination) -> set[frozenset]:
     return {frozenset(pair) for pair in itertools.combinations(levels.items(), 2)}
 
 
-def pairwise(factors: Levels, possible: Callable[[Combination], bool], tries: int = 20) -> list[Combination]:
+def pairwise(factors: Levels, possible: Callable[[Combination], bool], tries: int = 10) -> list[Combination]:
     """Combinations that cover all possible pairs, greedily: each is the best of `tries` that are built around a pair
     not yet covered, level by level, to meet most new pairs. The same ones for the same factors.
 

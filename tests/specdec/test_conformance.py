@@ -11,7 +11,7 @@ from tests.specdec.argument_grid import COMBINATIONS, FAMILIES, combinations
 from tests.specdec.conformance import MARKERS, README, Findings, refused_alone, refused_levels, table
 from tests.specdec.covering import pairs, pairwise
 
-FAST = 12  # combinations per family in the fast test; the families take different ones
+FAST = 8  # combinations per family in the fast test; the families take different ones
 
 
 @pytest.fixture(scope="module")
