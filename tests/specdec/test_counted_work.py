@@ -1,8 +1,9 @@
 """The speed regression check: what a step of a fixed workload asks of a device, counted, so that no clock is needed.
 
 What follows from the algorithm is asserted as such: one forward over the last token and the drafted ones of every row,
-without padding, one read, no copy of the logits, no more calls for eight rows than for one. The rest is held under a
-ceiling that is what it takes now and a little more; who lowers it lowers the ceiling.
+without padding, one read, no copy of the logits or of the cache, no more calls for eight rows than for one, nor in the
+model than HF's own forward makes. The rest is held under a ceiling that is what it takes now and a little more; who
+lowers it lowers the ceiling.
 """
 
 import functools
@@ -16,8 +17,12 @@ from drafters.draft_model import DraftModelDrafter, first_layers
 from drafters.medusa import MedusaDrafter
 from drafters.mtp import MTPDrafter
 from drafters.ngram import NGramDrafter
+from eval.bench_forward import hf_forward
 from eval.endless import endless
+from eval.launches import launches
+from eval.plan.measure import forward_calls
 from eval.work import Counts, Work, count_step
+from specdec.cache import SlotLayer
 from specdec.contracts import BaseDrafter, Draft
 from specdec.draft_checks import made_safe
 from specdec.loop import Batch
@@ -122,6 +127,16 @@ def run(method, B, target=Target, kind=Batch, prompt=PROMPT, chunk=CHUNK):
     return steps
 
 
+@functools.cache
+def hf_kernels():
+    """Of HF's own forward over as many tokens per row."""
+    model = tiny("llama", dtype=torch.float32, vocab=VOCAB)
+    calls, cache = forward_calls(model, [2], [1 + LENGTH], [PROMPT], 1)
+    with torch.no_grad():
+        calls[2, 1 + LENGTH, PROMPT]()
+        return launches(hf_forward(model, cache, 2, 1 + LENGTH, PROMPT), torch.device("cpu"))["launches"]
+
+
 def check_decoding(method, B, steps):
     kernels, copies = OF_DRAFTER[method]
     for step in steps:
@@ -129,6 +144,7 @@ def check_decoding(method, B, steps):
         assert step.work.total.reads == step.syncs == 1
         assert step.loop.bytes < step.scored[0] * VOCAB * 4, "as much as a copy of the logits"
         assert step.loop.kernels <= KERNELS and step.loop.tensors <= ALLOCATIONS
+        assert step.work.by["model"].kernels <= hf_kernels()
         assert step.work.by["draft"].kernels <= kernels
         assert step.work.total.copies <= COPIES + copies
     if method in DRAFTED:
@@ -155,9 +171,23 @@ def test_eight_rows_take_no_more_calls_than_one(method):
     assert many.work.by["model"].kernels == few.work.by["model"].kernels
 
 
-def test_a_longer_context_takes_no_more_calls_and_no_more_memory_outside_the_model():
-    short, long = (run("draft model", 8, prompt=prompt, chunk=8 * 180)["decode"][-1] for prompt in (PROMPT, 180))
+def check_context(measure):
+    short, long = (measure("draft model", 8, prompt=prompt, chunk=8 * 180)["decode"][-1] for prompt in (PROMPT, 180))
     assert long.loop == short.loop and long.work.by["model"].kernels == short.work.by["model"].kernels
+    seen = 8 * (180 - PROMPT) * 2 * 2 * 2 * 8 * 4  # bytes of cache that the longer rows have more, in two layers
+    assert long.work.by["model"].bytes - short.work.by["model"].bytes < seen, "as much as a copy of the cache"
+
+
+def test_a_longer_context_takes_no_more_calls_and_of_memory_only_masks():
+    check_context(run)
+
+
+def test_attention_over_a_copy_of_the_cache_is_caught(monkeypatch, controls):
+    update = SlotLayer.update
+    monkeypatch.setattr(SlotLayer, "update", lambda *args, **kwargs: [view.clone() for view in update(*args, **kwargs)])
+    with pytest.raises(AssertionError, match="a copy of the cache"):
+        check_context(run.__wrapped__)
+    controls("counted work: attention over a copy of the cache", "as much as a copy of the cache")
 
 
 @pytest.mark.parametrize(
