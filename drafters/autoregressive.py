@@ -27,7 +27,9 @@ class Depths:
 
     def at(self, active: Sequence[int]) -> Tensor | slice:
         """What picks the rows `active` out of a tensor of B rows."""
-        return slice(None) if len(active) == len(self.lengths) else torch.tensor(active, device=self.device)
+        if len(active) == len(self.lengths):
+            return slice(None)
+        return torch.tensor(active).to(self.device, non_blocking=True)
 
     def spread(self, values: Tensor, active: Sequence[int]) -> Tensor:
         """[B, ...] with `values` [b, ...] at the rows `active` and 0 elsewhere."""

@@ -52,10 +52,12 @@ class MedusaDrafter(BaseDrafter):
         active = [b for b in range(B) if lengths[b]]
         if active:
             states = torch.stack([self._states[rows.ids[b]] for b in active])
-            tokens[torch.tensor(active, device=rows.device)] = self._candidates(states, N)
+            at = torch.tensor(active).to(rows.device, non_blocking=True)
+            tokens[at] = self._candidates(states, N)
         if self.tree.is_chain:
             return Draft(tokens, lengths)
-        return Draft(tokens, lengths, torch.tensor(self.tree.parents[:N], device=rows.device).expand(B, N))
+        parents = torch.tensor(self.tree.parents[:N]).to(rows.device, non_blocking=True)
+        return Draft(tokens, lengths, parents.expand(B, N))
 
     def observe(self, rows: Rows, verdict: Verdict, hidden: Sequence[Tensor] | None) -> None:
         last = torch.stack([states[-1] for states in hidden])

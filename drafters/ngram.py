@@ -80,7 +80,7 @@ class NGramDrafter(BaseDrafter):
         tokens_BN = np.zeros((len(drafts), max(lengths, default=0)), dtype=np.int64)
         for row, draft in enumerate(drafts):
             tokens_BN[row, : len(draft)] = draft
-        return Draft(torch.from_numpy(tokens_BN).to(rows.device), lengths)
+        return Draft(torch.from_numpy(tokens_BN).to(rows.device, non_blocking=True), lengths)
 
     def admit(self, ids: Sequence[int]) -> None:
         """Forget what an earlier request left under these ids; a new one is indexed when first seen."""

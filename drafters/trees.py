@@ -136,7 +136,7 @@ class BeamTree:
         """Tokens and parents [b, N] of each row's N = min(nodes, candidates) most probable nodes of its first
         levels[b] levels, best first; what comes after the row's `size` is to be ignored."""
         candidates = torch.arange(self.scores.shape[1], device=self.scores.device)
-        sizes = torch.tensor([self.size(most) for most in levels], device=self.scores.device)
+        sizes = torch.tensor([self.size(most) for most in levels]).to(self.scores.device, non_blocking=True)
         scores = self.scores.masked_fill(candidates >= sizes[:, None], -torch.inf)
         order = scores.sort(dim=1, descending=True, stable=True).indices  # a parent is made before its children
         place, chosen = order.argsort(dim=1), order[:, :nodes]

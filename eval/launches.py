@@ -18,14 +18,14 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 def launches(call: Callable[[], Any], device: torch.device) -> dict[str, int]:
     """`launches` and `syncs` of one call, after one that does not count.
 
-    On CUDA by torch's profiler, where a copy that waits is a sync too; on a CPU the aten operations that are no views,
-    and the reads that would wait for a device."""
+    On CUDA by torch's profiler; on a CPU the aten operations that are no views, and the reads and copies that would
+    wait for a device."""
     call()
     if device.type != "cuda":
         with Work() as work:
             call()
             work.lap("call")
-        return {"launches": work.total.kernels, "syncs": work.total.reads}
+        return {"launches": work.total.kernels, "syncs": work.total.reads + work.total.waits}
     synchronize(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         call()

@@ -34,12 +34,14 @@ class Counts:
     reads:   device-to-host reads, each of which waits for the device: `.cpu()`, `.item()`, `bool(tensor)`, ..., and
              operations whose output's shape depends on values, such as `nonzero` or indexing by a mask.
     copies:  host-to-device copies: a tensor built from a list or an array, handed to a device.
+    waits:   those of the copies that wait for the device, as they do without `non_blocking`.
     tensors, bytes: memory newly allocated for results, freed in the meantime or not.
     """
 
     kernels: int = 0
     reads: int = 0
     copies: int = 0
+    waits: int = 0
     tensors: int = 0
     bytes: int = 0
 
@@ -140,9 +142,9 @@ class _Functions(TorchFunctionMode):
         if name in BUILT_ON_HOST:
             if kwargs.get("device") is None:
                 return _marked(result)
-            self.work.add(copies=1)
+            self.work.add(copies=1, waits=1)
         if name == "to" and _on_host(args[0]) and _names_device(args[1:], kwargs):
-            self.work.add(copies=1)
+            self.work.add(copies=1, waits=not kwargs.get("non_blocking"))
             return result.view(result.shape)
         return result
 

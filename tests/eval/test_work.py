@@ -42,18 +42,19 @@ def test_reads(call, reads):
 
 
 @pytest.mark.parametrize(
-    ("call", "copies"),
+    ("call", "copies", "waits"),
     [
-        (lambda: torch.tensor([1, 2], device=x.device), 1),
-        (lambda: torch.tensor([1, 2]).to(x.device), 1),
-        (lambda: torch.from_numpy(np.ones(3)).to(x.device, non_blocking=True), 1),
-        (lambda: torch.zeros(3, device=x.device).to(x.device), 0),  # already there
-        (lambda: x.to(torch.float64), 0),
-        (lambda: torch.tensor([1, 2]).to(x.device).to(x.device), 1),
+        (lambda: torch.tensor([1, 2], device=x.device), 1, 1),
+        (lambda: torch.tensor([1, 2]).to(x.device), 1, 1),
+        (lambda: torch.from_numpy(np.ones(3)).to(x.device, non_blocking=True), 1, 0),
+        (lambda: torch.zeros(3, device=x.device).to(x.device), 0, 0),  # already there
+        (lambda: x.to(torch.float64), 0, 0),
+        (lambda: torch.tensor([1, 2]).to(x.device).to(x.device), 1, 1),
     ],
 )
-def test_copies(call, copies):
-    assert counted(call).copies == copies
+def test_copies(call, copies, waits):
+    found = counted(call)
+    assert (found.copies, found.waits) == (copies, waits)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 import specdec
 from drafters.draft_model import DraftModelDrafter, first_layers
+from drafters.ngram import NGramDrafter
 from eval.launches import launches
 from eval.plan.steady import warm
 from tests.drafters.test_generate_with_heads import DRAFTERS, VOCAB, prompts
@@ -33,8 +34,9 @@ def test_tokens_are_those_of_the_cpu(way, sampling):
     assert torch.equal(found["cpu"], found["cuda"])
 
 
-def test_a_plain_step_waits_for_the_device_once():
+@pytest.mark.parametrize(("drafter", "draft_length"), [(None, 0), (NGramDrafter(), 4)])
+def test_a_step_waits_for_the_device_once(drafter, draft_length):
     model = tiny("llama", dtype=torch.float32, vocab=VOCAB).cuda()
-    with warm(model, None, 0, [[1, 2, 3, 4]] * 4, steps=2) as batch:
+    with warm(model, drafter, draft_length, [[1, 2, 3, 4] * 3] * 4, steps=2) as batch:
         found = launches(batch.step, model.device)
     assert found["syncs"] == 1 and found["launches"] > 100
