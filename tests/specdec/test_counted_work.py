@@ -1,8 +1,8 @@
 """The speed regression check: what a step of a fixed workload asks of a device, counted, so that no clock is needed.
 
 What follows from the algorithm is asserted as such: one forward over the last token and the drafted ones of every row,
-without padding, one read and no other wait, no copy of the logits or of the cache, no more calls for eight rows than for
-one, nor in the model than HF's own forward makes. The rest is held under a ceiling that is what it takes now and a
+without padding, one read and no other wait, no copy of the logits or of the cache, no more calls for eight rows than
+for one, nor in the model than HF's own forward makes. The rest is held under a ceiling that is what it takes now and a
 little more; who lowers it lowers the ceiling.
 """
 
