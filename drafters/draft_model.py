@@ -61,6 +61,9 @@ class DraftModelDrafter(BaseDrafter):
     def release(self, ids: Sequence[int]) -> None:
         self.cache.release(ids)
 
+    def compile(self, on: bool) -> None:
+        self.model.compile(None, on)
+
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
         chain = SampledChain(rows, within_positions(budget, rows, self.model), draws)
         for depth in range(chain.longest):

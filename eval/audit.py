@@ -49,6 +49,10 @@ class AuditedDrafter(BaseDrafter):
         self._seen: list[tuple[int, int]] = []  # (row, which of its drafts it was), one per column of _flags
         self._flags: list[Tensor] = []  # [2, B] each: a token outside the vocabulary, a q that is no distribution
 
+    def compile(self, on: bool) -> None:
+        if isinstance(self.drafter, BaseDrafter):
+            self.drafter.compile(on)
+
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
         draft = self.drafter.propose(rows, budget, draws)
         started = time.perf_counter()

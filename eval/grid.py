@@ -93,7 +93,7 @@ def methods_at(
     def ours(
         name: str, drafter: Drafter | None, length: int | None, verifier: str, invariant: bool = settings.invariant
     ) -> Method:
-        engine = partial(specdec.generate, invariant=invariant)
+        engine = partial(specdec.generate, invariant=invariant, compile=settings.compile)
         return engine_method(name, model, request, drafter, length, verifier, engine)
 
     methods = [hf_method(model, request), *_hf_drafted(loaded, request, drafted)]

@@ -29,6 +29,7 @@ class Settings:
     repeats:      how often each batch is timed with each method.
     ignore_eos:   every request emits max_new_tokens.
     invariant:    our methods run in specdec's invariant mode.
+    compile:      our methods run compiled forwards.
     vllm:         Python of an environment with vLLM, which then is compared too.
     """
 
@@ -54,6 +55,7 @@ class Settings:
     ignore_eos: bool = False
     vllm: str | None = None
     invariant: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         lists = {

@@ -151,6 +151,7 @@ def _steps(
             verifier=rule,
             seed=settings.seed,
             invariant=settings.invariant,
+            compile=settings.compile,
             request_ids=[prompt.number],
             on_commit=tracer.on_commit,
             max_new_tokens=settings.max_new_tokens,

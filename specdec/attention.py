@@ -77,7 +77,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    specdec_step: Step | None = None,
+    specdec_step: Step | Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -93,6 +93,10 @@ def packed_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window,
             softcap=softcap, s_aux=s_aux, **kwargs,
         )  # fmt: skip
+    if isinstance(step, Tensor):  # its number, while this is compiled: see specdec.compiled
+        layer = module.layer_idx
+        seen = torch.ops.specdec.attend(query, key, value, step, layer, scaling, sliding_window, softcap, s_aux)
+        return seen, None
     if sliding_window is not None:
         step.windows.add(sliding_window)
     attend = _Attend(scaling, softcap, s_aux)

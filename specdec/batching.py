@@ -53,6 +53,7 @@ def stream_batch(
     request_ids: Sequence[int] | None = None,
     tokenizer: Any = None,
     invariant: bool = False,
+    compile: Any = False,
     **kwargs: Any,
 ) -> Iterator[Finished]:
     """Generate for every prompt, at most `max_batch` at a time, and yield the requests in the order in which they end.
@@ -76,7 +77,7 @@ def stream_batch(
             raise ValueError(f"prompt {index} is of {row.dtype}: give token ids, integers")
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
-        tokenizer=tokenizer, max_batch=max_batch, invariant=invariant,
+        tokenizer=tokenizer, max_batch=max_batch, invariant=invariant, compile=compile,
     )  # fmt: skip
     if not rows:
         return iter(())

@@ -11,6 +11,7 @@ import specdec
 from specdec import cli_bench, cli_eval, cli_plan, cli_train
 from specdec.call_checks import check_draft_length, fitting_verifier
 from specdec.cli_options import (
+    Compile,
     Device,
     Drafter,
     DType,
@@ -54,6 +55,7 @@ def generate(
     dtype: DType = "auto",
     device: Device = "auto",
     invariant: Invariant = False,
+    compile: Compile = False,
     color: Annotated[bool, typer.Option("--color", help="Drafted and accepted tokens in green.")] = False,
 ) -> None:
     """Stream one answer as its tokens are accepted, then a line of statistics."""
@@ -79,6 +81,7 @@ def generate(
         verifier=verifier,
         seed=seed,
         invariant=invariant,
+        compile=compile,
         return_stats=True,
         on_commit=printer.on_commit,
         max_new_tokens=max_new_tokens,

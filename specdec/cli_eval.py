@@ -11,6 +11,7 @@ from specdec.cli_options import (
     DTYPES,
     AsJson,
     BatchSizes,
+    Compile,
     Device,
     Drafter,
     Drafters,
@@ -90,6 +91,7 @@ def evaluate(
         typer.Option(help="Python of an environment with vLLM (such as .venv-vllm/bin/python), to compare it too."),
     ] = None,
     invariant: Invariant = False,
+    compile: Compile = False,
     skip_bad: SkipBad = False,
     memory: Annotated[
         int | None, typer.Option(min=1, help="Also measure tensor bytes with this many tokens of context.")

@@ -49,6 +49,10 @@ Invariant = Annotated[
         "--verifier coupled drafting then changes no token, also in bfloat16.",
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compiled forwards: faster steps, after a minute or more of compiling each model."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the killed run that --out holds.")]
 ToWandb = Annotated[bool, typer.Option("--wandb", help="Log the tables and plots to Weights & Biases too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]

@@ -227,3 +227,6 @@ class BaseDrafter:
 
     def release(self, ids: Sequence[int]) -> None:
         pass
+
+    def compile(self, on: bool) -> None:
+        """Run what can be compiled so, or, unless `on`, eagerly; called before each generation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -36,6 +36,7 @@ def generate(
     max_batch: int | None = None,
     synced_gpus: bool | None = None,
     invariant: bool = False,
+    compile: bool | Literal["auto"] = False,
     return_stats: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -58,6 +59,8 @@ def generate(
     invariant:    give every token the same logits, bit for bit, whatever is computed beside it (specdec.invariant):
                   greedy search, and sampling with verifier="coupled", then emit exactly what plain decoding does, in
                   bfloat16 too, at any batch size and draft length up to LONGEST_DRAFT. It costs the padding.
+    compile:      run the target, and a draft model, through `torch.compile` (see specdec.compiled): faster steps, after
+                  a minute or more in the first call on a model; "auto" does so on CUDA only.
     return_stats: also return the call's `Stats`: (output, stats).
     Raises ValueError or NotImplementedError, in one sentence, for what it cannot do.
 
@@ -68,7 +71,7 @@ def generate(
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         streamer=streamer, tokenizer=tokenizer, on_commit=on_commit, max_batch=max_batch,
-        synced_gpus=synced_gpus, invariant=invariant,
+        synced_gpus=synced_gpus, invariant=invariant, compile=compile,
     )  # fmt: skip
     kwargs["stop_strings"] = stop_strings
     output = model.generate(**decided_by(decode, model, input_ids, kwargs))

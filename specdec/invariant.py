@@ -23,9 +23,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from specdec.cache import SlotCache
+from specdec.capture import HiddenContract
 from specdec.contracts import Draft
 from specdec.step import Segment, Step, pack
-from specdec.target import HiddenContract, Target
+from specdec.target import Target
 
 TOKENS = 64  # M, packed tokens of a decode forward
 WIDTH = 8  # T, those of one row there: its last committed token and its drafts

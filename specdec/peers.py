@@ -6,6 +6,8 @@ A process that is done runs on with a token that nobody needs until the last one
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 import torch.distributed
@@ -16,9 +18,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import ModelOutput
 
 from specdec.cache import SlotCache
+from specdec.capture import HiddenContract
 from specdec.contracts import Draft
 from specdec.step import Segment, Step
-from specdec.target import HiddenContract, Target
+from specdec.target import Target
+
+logger = logging.getLogger("specdec")
 
 
 def are_needed(model: PreTrainedModel) -> bool:
@@ -36,6 +41,10 @@ class PeerTarget(Target):
     ) -> tuple[Tensor, Tensor | None]:
         self._any_at_work(True)
         return super().forward(step, cache, hidden, embeds)
+
+    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
+        if on:
+            logger.warning("%s runs eagerly: its weights are spread over peers", type(self.model).__name__)
 
     def run_model(self, **inputs: object) -> ModelOutput:
         self._any_at_work(True)

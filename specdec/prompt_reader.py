@@ -25,11 +25,12 @@ from transformers.cache_utils import (
 from transformers.utils import ModelOutput
 
 from specdec.cache import SlotCache
+from specdec.capture import HiddenContract
 from specdec.compat import handed_over
 from specdec.contracts import Draft
 from specdec.layout import Layout
 from specdec.step import Segment
-from specdec.target import HiddenContract, Target
+from specdec.target import Target
 
 READABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 

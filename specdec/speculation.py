@@ -7,8 +7,9 @@ before anything is computed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ from specdec.call_checks import (
 )
 from specdec.columns import Columns
 from specdec.compat import handed_over, is_callers
-from specdec.contracts import Drafter, Verifier
+from specdec.compiled import wanted
+from specdec.contracts import BaseDrafter, Drafter, Verifier
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.draws import request_array
 from specdec.invariant import LONGEST_DRAFT, check_fits, target_for
@@ -73,13 +75,16 @@ class speculate:
         max_batch: int | None = None,
         synced_gpus: bool | None = None,
         invariant: bool = False,
+        compile: bool | Literal["auto"] = False,
     ):
         if draft_length is not None:
             check_draft_length(draft_length)
         if max_batch is not None:
             advice = "give how many rows may run at a time, at least 1, or None"
             max_batch = whole_number(max_batch, "max_batch", advice, least=1)
-        self.max_batch = max_batch
+        if compile not in (True, False, "auto"):
+            raise ValueError(f"compile is {compile!r}: give True, False or 'auto'")
+        self.max_batch, self.compile = max_batch, compile
         self.drafter = DrafterSpec.parse(drafter) if isinstance(drafter, str) else _checked(drafter)
         if isinstance(self.drafter, DrafterSpec) and self.drafter.length is not None:
             draft_length = self.drafter.length
@@ -170,7 +175,17 @@ class speculate:
             keeps_cache=any(asked) or (returns and cache is not None) or is_callers(cache),
         )
         self.stats = batch.stats
+        self._compile(batch)
         return batch
+
+    def _compile(self, batch: Batch) -> None:
+        started, on = time.perf_counter(), wanted(self.compile, batch.target.device)
+        if on:
+            batch.target.compile(batch.needs_hidden)
+        if isinstance(batch.drafter, BaseDrafter):
+            batch.drafter.compile(on)
+        if on:
+            batch.stats.compile_seconds = time.perf_counter() - started
 
     def _reader(
         self, target: Target, prompts: Layout, model_kwargs: dict[str, Any], drafter: Drafter | None

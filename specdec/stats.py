@@ -44,6 +44,7 @@ class Stats:
     decode_forwards:  target forwards with no prompt token in them.
     packed_tokens:    tokens run through the target in all forwards.
     syncs:            device-to-host reads of the loop.
+    compile_seconds:  wall time of compiling forwards, before the first step; in no phase.
     seconds:          host wall time by phase: "draft" (propose and observe), "forward" (the target), "verify"
                       (processors and verification), "loop" (all the rest), over steps without prompt tokens; and
                       "prefill", every phase of the steps with prompt tokens.
@@ -57,6 +58,7 @@ class Stats:
     decode_forwards: int = 0
     packed_tokens: int = 0
     syncs: int = 0
+    compile_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "prefill"), 0.0))
 
     @property
@@ -81,10 +83,11 @@ class Stats:
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.0%}"
         length = "-" if self.mean_accepted_length is None else f"{self.mean_accepted_length:.2f}"
         seconds = sum(self.seconds.values())
+        compiled = f" after {self.compile_seconds:.0f} s of compiling" if self.compile_seconds >= 1 else ""
         lossy = "" if self.lossless else "LOSSY RULE, output does not follow the target; "
         return (
-            f"{lossy}{self.emitted} tokens in {seconds:.1f} s ({self.emitted / max(seconds, 1e-9):.1f} tokens/s), "
-            f"mean accepted length {length}, acceptance rate {rate}, {self.forwards} target forwards "
+            f"{lossy}{self.emitted} tokens in {seconds:.1f} s{compiled} ({self.emitted / max(seconds, 1e-9):.1f} "
+            f"tokens/s), mean accepted length {length}, acceptance rate {rate}, {self.forwards} target forwards "
             f"(drafter {self.drafter}, verifier {self.verifier})"
         )
 

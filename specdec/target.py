@@ -10,25 +10,24 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from specdec.attention import configs_of, switched
 from specdec.cache import SlotCache
+from specdec.capture import HiddenContract, captured
 from specdec.compat import cache_argument
+from specdec.compiled import Graph, graph_for
 from specdec.contracts import Draft
 from specdec.step import Segment, Step, additive, pack
 
 logger = logging.getLogger("specdec")
-
-HiddenContract = Literal["post_norm", "pre_norm"]
 
 
 class Target:
@@ -59,11 +58,17 @@ class Target:
                 f"the padded forward needs attention 'sdpa' or 'eager', not {model.config._attn_implementation!r}: "
                 f"load {type(model).__name__} with attn_implementation='sdpa'"
             )
-        self._configs = configs_of(model)
+        self.configs = configs_of(model)
         self.cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         layer_types = getattr(self.config, "layer_types", None) or []
         self._has_windows = "sliding_attention" in layer_types and self.config.sliding_window is not None
+        self.graph: Graph | None = None
+
+    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
+        """Run all forwards through a compiled graph that also gives the states `hidden`: compiled now, unless the model
+        has one already. Where it cannot be compiled they stay eager, which is logged once. Unless `on`: eagerly."""
+        self.graph = graph_for(self, hidden) if on else None
 
     @property
     def device(self) -> torch.device:
@@ -125,34 +130,52 @@ class Target:
         Returns logits [R, V] of the nodes `step.keep` and, if `hidden` asks for it, the final state [M, D] of every
         packed token before or after the last norm."""
         cache.step = step
-        with self.capture(hidden) as captured:
-            logits = (
-                self._padded_logits(step, cache, embeds) if self.padded else self._packed_logits(step, cache, embeds)
-            )
+        if self.graph is None or embeds is not None:
+            logits, state = self._run(step, cache, hidden, embeds)
+        else:
+            logits, state = self.graph(self, step, cache)
         if self._has_windows and not self.padded and not step.windows:
             raise NotImplementedError(
                 f"{type(self.model).__name__} has sliding-window layers but does not hand its window to attention: "
                 f"use specdec.Target(model, padded=True)"
             )
-        if hidden is None:
-            return logits, None
-        state = captured[0].flatten(0, 1)
-        return logits, state if not self.padded else step.from_grid(state)
+        return logits, state
 
-    def _packed_logits(self, step: Step, cache: SlotCache, embeds: Tensor | None) -> Tensor:
-        tokens = {"input_ids": step.input_ids} if embeds is None else {"inputs_embeds": embeds[None]}
-        with switched(self.model, self._configs):
-            out = self.model(
-                **tokens,
-                position_ids=step.position_ids,
-                # transformers hands a 4D mask on as it is; ours is built in attention, per window
-                attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=step.input_ids.device),
-                use_cache=True,
-                specdec_step=step,
-                **{self.cache_argument: cache},
-                **({"logits_to_keep": step.keep} if self._keeps_logits else {}),
-            )
-        return out.logits[0] if self._keeps_logits else out.logits[0].index_select(0, step.keep)
+    def _run(
+        self, step: Step, cache: SlotCache, hidden: HiddenContract | None, embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.capture(hidden) as states:
+            if self.padded:
+                logits = self._padded_logits(step, cache, embeds)
+            else:
+                tokens = {"input_ids": step.input_ids} if embeds is None else {"inputs_embeds": embeds[None]}
+                with switched(self.model, self.configs):
+                    logits = self.packed_logits(tokens, step.position_ids, step.keep, step, cache)
+        if not states:
+            return logits, None
+        state = states[0].flatten(0, 1)
+        return logits, step.from_grid(state) if self.padded else state
+
+    def capture(self, hidden: HiddenContract | None) -> AbstractContextManager[list[Tensor]]:
+        """Catches the final state of this thread's forwards."""
+        me = threading.get_ident()
+        return captured(self.model, hidden, lambda: threading.get_ident() == me)
+
+    def packed_logits(
+        self, tokens: dict[str, Tensor], position_ids: Tensor, keep: Tensor, step: Step | Tensor, cache: Cache
+    ) -> Tensor:
+        """[R, V] the model's own forward over packed `tokens`, with attention `switched`; `step` goes to attention."""
+        out = self.model(
+            **tokens,
+            position_ids=position_ids,
+            # transformers hands a 4D mask on as it is; ours is built in attention, per window
+            attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=keep.device),
+            use_cache=True,
+            specdec_step=step,
+            **{self.cache_argument: cache},
+            **({"logits_to_keep": keep} if self._keeps_logits else {}),
+        )
+        return out.logits[0] if self._keeps_logits else out.logits[0].index_select(0, keep)
 
     def _padded_logits(self, step: Step, cache: SlotCache, embeds: Tensor | None) -> Tensor:
         shape = (step.grid_places, step.width)
@@ -191,32 +214,6 @@ class Target:
         decoder = inspect.getsource(type(self.model.get_decoder()))
         return "isinstance(causal_mask_mapping := attention_mask, dict)" in decoder or "attention_mask, dict" in decoder
 
-    @contextmanager
-    def capture(self, hidden: HiddenContract | None) -> Iterator[list[Tensor]]:
-        """Collect the decoder's final state during one forward of this thread."""
-        captured: list[Tensor] = []
-        if hidden is None:
-            yield captured
-            return
-        me, decoder = threading.get_ident(), self.model.get_decoder()
-
-        def after(module: nn.Module, args: tuple, out: object) -> None:
-            if threading.get_ident() == me:
-                captured.append(out[0])
-
-        def before(module: nn.Module, args: tuple) -> None:
-            if threading.get_ident() == me:
-                captured.append(args[0])
-
-        if hidden == "post_norm":
-            handle = decoder.register_forward_hook(after)
-        else:
-            handle = final_norm(decoder).register_forward_pre_hook(before)
-        try:
-            yield captured
-        finally:
-            handle.remove()
-
 
 @dataclass(frozen=True)
 class _PaddedStep:
@@ -226,16 +223,6 @@ class _PaddedStep:
     slots: int
     token_places: Tensor
     token_slots: Tensor
-
-
-def final_norm(decoder: nn.Module) -> nn.Module:
-    """The decoder's last norm. Raises NotImplementedError where it has none under a known name."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(module := getattr(decoder, name, None), nn.Module):
-            return module
-    raise NotImplementedError(
-        f"{type(decoder).__name__} has no final norm under a known name: use needs_hidden='post_norm'"
-    )
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

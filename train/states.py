@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heads.saved import fingerprint
-from specdec.target import HiddenContract, final_norm
+from specdec.capture import HiddenContract, final_norm
 from train.batches import Batch, Example, padded
 from train.provenance import claim, digest
 

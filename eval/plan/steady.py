@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from eval.endless import endless
 from eval.timing import synchronize
 from specdec.cache import SlotCache
+from specdec.capture import HiddenContract
 from specdec.contracts import Draft, Drafter, Draws
 from specdec.loop import CHUNK, Batch
 from specdec.requests import Request
 from specdec.stats import PHASES
 from specdec.step import Step
-from specdec.target import HiddenContract, Target
+from specdec.target import Target
 
 WARM_UP = 2  # decode steps that do not count
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from heads.submodel import layers_of, submodel
+from specdec.capture import final_norm
 from specdec.compat import cache_argument
-from specdec.target import final_norm
 from tests.tiny_models import FAMILIES, tiny
 
 TOKENS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(0))

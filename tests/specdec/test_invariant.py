@@ -98,6 +98,13 @@ def test_scores_are_the_same_bits(run, family, dtype):
     assert moved(run, tiny(family, dtype=dtype, vocab=VOCAB)) == [0] * len(SETTINGS)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # seconds; it compiles two models
+def test_compiled_scores_are_the_same_bits(run):
+    model, settings = tiny("llama", dtype=torch.bfloat16, vocab=VOCAB), SETTINGS[:4]
+    assert moved(run, model, settings, compile=True) == [0] * len(settings)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_depend_on_no_shape(run, shape_dependent, dtype, controls):
     model = tiny("llama", dtype=dtype, vocab=VOCAB)

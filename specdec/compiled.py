@@ -1,0 +1,214 @@
+"""Compiled forwards: one `torch.compile` per model, for steps of every shape.
+
+All of a packed forward but attention is one graph, in which only M, the packed tokens, and R, the scored nodes, vary.
+Attention is in it as an opaque operator, which runs the eager function on the step in flight. So rows, widths, trees,
+windows, prompt chunks and the size of the cache never meet the compiler: no step compiles anything again, and nothing
+in attention is padded.
+
+On a CPU the weights are frozen into the graph, laid out anew for the CPU's matrix products, which is most of the gain.
+They take their memory once more, and changed weights need another graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from types import FunctionType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specdec.attention import packed_attention, switched
+from specdec.cache import SlotCache
+from specdec.capture import HiddenContract, captured
+from specdec.contracts import Draft
+from specdec.step import Segment, Step, pack
+
+if TYPE_CHECKING:
+    from specdec.target import Target
+
+logger = logging.getLogger("specdec")
+
+BACKEND = "inductor"
+SIZES = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # M and R on a GPU, then multiples of the last
+SAMPLES = 8  # values per weight that show a change which torch does not count: one written through `.data`
+
+_in_flight: dict[int, SlotCache] = {}  # with its step, by the number that a graph hands on to its attention
+_numbers = itertools.count()
+_graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[str | None, Graph | None]] = weakref.WeakKeyDictionary()
+_compiling = threading.Lock()
+
+
+def wanted(compile: bool | Literal["auto"], device: torch.device) -> bool:
+    """Whether to compile for `device`; "auto" does so on CUDA only."""
+    return device.type == "cuda" if compile == "auto" else compile
+
+
+def graph_for(target: Target, hidden: HiddenContract | None) -> Graph | None:
+    """The graph of the target's model that gives the states `hidden` too, compiled unless an earlier call did so.
+
+    None, logged once, where the model or the machine does not allow one. A graph lives as long as its model does and
+    serves all calls."""
+    name = type(target.model).__name__
+    with _compiling:
+        graphs = _graphs.setdefault(target.model, {})
+        graph = graphs.get(hidden)
+        if graph is not None and graph.is_stale(target.model):
+            logger.warning("%s has changed since it was compiled (weights or hooks): compiling it again", name)
+            del graphs[hidden]
+        if hidden not in graphs:
+            try:
+                graphs[hidden] = Graph(target, hidden)
+            except (NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
+                reason = str(error).strip().partition("\n")[0]
+                logger.warning("%s runs eagerly, as it cannot be compiled here: %s", name, reason)
+                graphs[hidden] = None
+        return graphs[hidden]
+
+
+class Graph:
+    """A model's compiled forward. It refers to the model's weights, but not to the model."""
+
+    def __init__(self, target: Target, hidden: HiddenContract | None):
+        if target.padded:
+            raise NotImplementedError("only packed forwards are compiled")
+        self.frozen = target.device.type == "cpu"
+        self._state = self._state_of(target.model)
+        # torch keeps what it compiled by code object: with one of its own, a graph is not taken for a recompilation
+        # of another model's, and its memory is freed with it.
+        traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
+        options = {"guard_filter_fn": _but_hooks}
+        if not self.frozen:
+            options["triton.cudagraphs"] = True
+        self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
+        self._trace(target, hidden)
+
+    def __call__(self, target: Target, step: Step, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] of a step of `target`, and the states [M, D] that the graph was made to give."""
+        # A tensor made in inference mode would be another kind of input than those that were compiled for.
+        with torch.inference_mode(False), torch.no_grad():
+            logits, states = self._forward(target, cache, self._inputs(step), [])
+        return logits[: len(step.keep)], states[0][0, : step.input_ids.shape[1]] if states else None
+
+    def is_stale(self, model: PreTrainedModel) -> bool:
+        """Whether the model is no longer the one in the graph."""
+        return self._state != self._state_of(model)
+
+    def _state_of(self, model: PreTrainedModel) -> tuple:
+        """What differs once a hook has come or gone, or a weight in the graph been replaced or written to."""
+        hooks = [(*module._forward_pre_hooks, *module._forward_hooks) for module in model.modules()]
+        if not self.frozen:
+            return (hooks,)
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        counted = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        samples = [tensor.flatten()[:: max(1, tensor.numel() // SAMPLES)].double() for tensor in tensors]
+        return hooks, counted, torch.cat(samples).numpy().tobytes()
+
+    def _forward(
+        self, target: Target, cache: SlotCache, inputs: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        number = next(_numbers)
+        _in_flight[number] = cache
+        try:
+            with switched(target.model, target.configs):
+                return self._run(target, *inputs, torch.tensor(number), states)
+        finally:
+            del _in_flight[number]
+
+    def _inputs(self, step: Step) -> list[Tensor]:
+        """Token ids and positions [1, M'] and nodes to score [R'], filled up with zeros to what the graph takes."""
+
+        def filled(values: Tensor) -> Tensor:
+            count = values.shape[-1]
+            size = max(count, 2) if self.frozen else _size(count)  # a graph for 1 would be another one
+            out = values.new_zeros(*values.shape[:-1], size)
+            out[..., :count] = values
+            return out
+
+        return [filled(step.input_ids), filled(step.position_ids), filled(step.keep)]
+
+    @torch.no_grad()
+    def _trace(self, target: Target, hidden: HiddenContract | None) -> None:
+        """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes."""
+        cache = target.new_cache()
+        cache.admit([0])
+        prompt = Segment(0, np.zeros(8, dtype=np.int64), 0, scored=False)
+        step = pack([prompt], Draft.empty(0, target.device), cache, target.device, one_grid=False)
+        cache.step = step
+        step.keep = torch.arange(4, device=target.device)
+        inputs = self._inputs(step)
+        for tensor in inputs:
+            torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch._inductor.config.patch(freezing=self.frozen),
+            captured(target.model, hidden, torch.compiler.is_compiling) as states,
+        ):
+            self._forward(target, cache, inputs, states)
+
+
+def _traced(
+    target: Target, input_ids: Tensor, position_ids: Tensor, keep: Tensor, number: Tensor, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """What is compiled. `states` is empty: a hook that is there while this is traced fills it, from then on always."""
+    states.clear()
+    return target.packed_logits({"input_ids": input_ids}, position_ids, keep, number, _NoCache()), states
+
+
+class _NoCache(Cache):
+    """Hands keys and values through to attention, which stores them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@torch.library.custom_op("specdec::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    number: Tensor,
+    layer: int,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[1, M', H, Dv] `packed_attention` of query [1, H, M', D], key and value [1, H_kv, M', D], over the step in flight
+    under `number`; zeros past its M tokens. Called by `packed_attention` itself where that is compiled."""
+    cache = _in_flight[number.item()]
+    step, M = cache.step, cache.step.input_ids.shape[1]
+    key, value = cache.layers[layer].update(key[:, :, :M], value[:, :, :M])
+    out, _ = packed_attention(
+        None, query[:, :, :M], key, value, None, scaling, specdec_step=step, sliding_window=window, softcap=softcap,
+        s_aux=sinks,
+    )  # fmt: skip
+    return pad(out, (0, 0, 0, 0, 0, query.shape[2] - M)).contiguous()
+
+
+@attend.register_fake
+def _(query, key, value, number, layer, scaling, window, softcap, sinks):
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _but_hooks(guards: list) -> list[bool]:
+    """Which guards to keep: not those on hooks, since the hook that gives the states is there only while tracing."""
+    return ["hooks" not in guard.name for guard in guards]
+
+
+def _size(count: int) -> int:
+    return next((size for size in SIZES if size >= count), -(-count // SIZES[-1]) * SIZES[-1])

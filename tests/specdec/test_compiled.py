@@ -1,0 +1,238 @@
+"""Compiled forwards against eager ones. Where the compiler itself is not the point, torch's "eager" backend stands in
+for it, which traces and guards alike."""
+
+import gc
+import logging
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import specdec
+from specdec import compiled
+from specdec.contracts import Draft
+from specdec.step import Segment
+from specdec.target import Target
+from tests.specdec import test_target
+from tests.specdec.test_generation import RandomDrafter, prompts, real_outputs
+from tests.tiny_models import tiny
+
+SETTINGS = {"do_sample": False, "max_new_tokens": 20}
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+
+
+@pytest.fixture
+def scenario(monkeypatch):
+    """Call with a model: the scenario of test_target (ragged rows, chunks, trees, a growing cache), compiled; and how
+    many graphs torch made in it."""
+
+    class Compiled(Target):
+        def __init__(self, model, padded):
+            super().__init__(model, padded)
+            self.compile(None)
+            assert self.graph is not None
+
+    monkeypatch.setattr(test_target, "Target", Compiled)
+
+    def run(model):
+        before = graphs_made()
+        rows = test_target.scenario(model, None)
+        return rows.worst, graphs_made() - before
+
+    return run
+
+
+def graphs_made():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_steps_of_every_shape_run_one_graph(family, traced_only, scenario):
+    worst, graphs = scenario(tiny(family))
+    assert worst <= 1e-9 and graphs == 1
+
+
+def test_a_graph_of_fixed_sizes_would_be_made_again(traced_only, scenario, monkeypatch):
+    monkeypatch.setattr(torch._dynamo, "mark_dynamic", lambda tensor, dim: None)
+    assert scenario(tiny("llama"))[1] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_the_compiler_computes_the_same(family, scenario):
+    worst, graphs = scenario(tiny(family, dtype=torch.float32))
+    assert worst <= 2e-3 and graphs == 1  # logits of whole units, rounded in another order
+
+
+def forward(target, length, hidden):
+    """Logits [2, V] after a prompt and a drafted token, and the states of all tokens."""
+    cache = target.new_cache()
+    cache.admit([0])
+    step = target.pack([Segment(0, np.arange(length), 0, True)], Draft(torch.tensor([[7]]), [1]), cache)
+    return target.forward(step, cache, hidden)
+
+
+@pytest.mark.parametrize("hidden", ["post_norm", "pre_norm"])
+def test_states_come_out_of_the_graph(hidden, traced_only):
+    model = tiny("llama")
+    compiled_target, before = Target(model), graphs_made()
+    compiled_target.compile(hidden)
+    for length in (5, 9):  # the hook that fills them is there only in the forward that is traced
+        logits, states = forward(compiled_target, length, hidden)
+        expected_logits, expected = forward(Target(model), length, hidden)
+        torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
+    assert graphs_made() == before + 1 and not any(module._forward_hooks for module in model.modules())
+
+
+def small(**kwargs):
+    """A model of one layer."""
+    model = tiny("llama", **kwargs)
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    return model
+
+
+def generated(model, **settings):
+    return specdec.generate(model, **prompts(), return_stats=True, **SETTINGS | settings)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_generate_emits_the_same_and_compiles_once(tree, traced_only):
+    model, before = small(), graphs_made()
+    expected, _ = generated(model, drafter=None)
+    implementation = model.config._attn_implementation
+    for _ in range(2):
+        drafter = RandomDrafter(real_outputs(model, max_new_tokens=20), tree)
+        output, stats = generated(model, drafter=drafter, compile=True)
+        assert torch.equal(output, expected) and stats.compile_seconds > 0
+        assert stats.compile_seconds not in stats.seconds.values()
+    assert graphs_made() == before + 1
+    assert model.config._attn_implementation == implementation
+    assert generated(model, compile="auto")[1].compile_seconds == 0  # without a GPU
+
+
+def test_a_draft_model_is_compiled_too_and_only_when_asked(traced_only):
+    model, before = tiny("llama"), graphs_made()
+    decode = specdec.speculate(drafter="draft_model:layers=1", compile=True)
+    expected, _ = generated(model, drafter=None)
+    assert torch.equal(model.generate(**prompts(), custom_generate=decode, **SETTINGS), expected)
+    assert graphs_made() == before + 2
+    drafter = decode._made[1]
+    assert drafter.model.graph is not None
+    generated(model, drafter=drafter)
+    assert drafter.model.graph is None
+
+
+def test_stream_batch_compiles(traced_only):
+    model, before = small(), graphs_made()
+    ids = [list(range(1, n)) for n in (9, 30, 4, 17, 22)]
+    settings = SETTINGS | {"max_batch": 2, "prefill_chunk_size": 8}
+    eager, ours = (
+        {done.index: done.tokens.tolist() for done in specdec.stream_batch(model, ids, compile=on, **settings)}
+        for on in (False, True)
+    )
+    assert ours == eager and graphs_made() == before + 1
+
+
+def test_inference_mode_shares_the_graph(traced_only):
+    model, before = small(), graphs_made()
+    expected, _ = generated(model, compile=True)
+    with torch.inference_mode():
+        assert torch.equal(generated(model, compile=True)[0], expected)
+    assert graphs_made() == before + 1
+
+
+def test_a_changed_model_is_noticed(traced_only):
+    model = small()
+    weight = model.model.layers[0].mlp.up_proj.weight
+
+    @torch.no_grad()
+    def in_place():
+        weight.mul_(1.5)
+
+    def uncounted():
+        weight.data.mul_(1.5)
+
+    def replaced():
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight.clone())
+
+    def hooked():
+        model.model.layers[0].register_forward_hook(lambda module, args, out: None)
+
+    target = Target(model)
+    target.compile(None)
+    graph = target.graph
+    for change in (in_place, uncounted, replaced, hooked):
+        graph._state = graph._state_of(model)
+        assert not graph.is_stale(model)
+        change()
+        assert graph.is_stale(model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_changed_weights_are_compiled_again(monkeypatch, caplog):
+    model = small(dtype=torch.float32)
+    before, _ = generated(model, compile=True)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    expected, _ = generated(model)
+    assert not torch.equal(expected, before)
+    with monkeypatch.context() as control:
+        control.setattr(compiled.Graph, "is_stale", lambda self, model: False)
+        assert torch.equal(generated(model, compile=True)[0], before)  # frozen: the old weights'
+    assert torch.equal(generated(model, compile=True)[0], expected)
+    assert "compiling it again" in caplog.text
+
+
+@pytest.fixture
+def no_compiler():
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        yield
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "falcon"], ids=["no compiler", "experts", "no packed forward"])
+def test_what_cannot_be_compiled_runs_eagerly_and_says_so_once(family, no_compiler, caplog):
+    model = tiny(family, dtype=torch.float32)
+    expected, _ = generated(model)
+    with caplog.at_level(logging.WARNING, logger="specdec"):
+        for _ in range(2):
+            assert torch.equal(generated(model, compile=True)[0], expected)
+    assert caplog.text.count("runs eagerly") == 1
+
+
+def test_threads_share_one_graph(traced_only):
+    model, before = small(), graphs_made()
+    expected, _ = generated(model)
+    outputs = {}
+
+    def run(name, **settings):
+        outputs[name] = [generated(model, **settings)[0] for _ in range(2)]
+
+    kinds = {"one": {"compile": True}, "two": {"compile": True, "drafter": None}, "eager": {}}
+    threads = [threading.Thread(target=run, args=(name,), kwargs=settings) for name, settings in kinds.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(output, expected) for name in kinds for output in outputs[name])
+    assert graphs_made() == before + 1
+
+
+def test_a_graph_goes_with_its_model(traced_only):
+    model = small()
+    target = Target(model)
+    target.compile(None)
+    graph, alive = weakref.ref(target.graph), weakref.ref(model)
+    del target, model
+    gc.collect()
+    assert alive() is None and graph() is None
