@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from drafters.draft_model import DraftModelDrafter, first_layers
 from drafters.medusa import MedusaDrafter
@@ -26,6 +27,8 @@ from specdec.cache import SlotLayer
 from specdec.contracts import BaseDrafter, Draft
 from specdec.draft_checks import made_safe
 from specdec.loop import Batch
+from specdec.processors import Processors
+from specdec.registry import VERIFIERS, known
 from specdec.target import Target
 from tests.heads.test_medusa import random_heads
 from tests.heads.test_mtp import random_head
@@ -188,6 +191,33 @@ def test_attention_over_a_copy_of_the_cache_is_caught(monkeypatch, controls):
     with pytest.raises(AssertionError, match="a copy of the cache"):
         check_context(run.__wrapped__)
     controls("counted work: attention over a copy of the cache", "as much as a copy of the cache")
+
+
+# Kernels of the loop, and what it allocates in copies of the logits, with a temperature and the rules as they run
+# without a GPU. Coupled noise is made of 32-bit words in 64-bit integers, a part of the vocabulary at a time.
+SAMPLING = {"rejection": (85, 4.5), "block": (220, 10), "coupled": (215, 66)}
+
+
+@functools.cache
+def sampling(rule):
+    class Sampling(Batch):
+        def __post_init__(self):
+            self.verifier = known(VERIFIERS, rule, "verifier")()
+            self.processors = Processors(LogitsProcessorList([TemperatureLogitsWarper(0.7)]), VOCAB)
+            super().__post_init__()
+
+    return Sampling
+
+
+@pytest.mark.parametrize("rule", SAMPLING)
+def test_sampling_waits_no_more_and_takes_no_more_calls_for_more_rows(rule):
+    few, many = (run("draft model", B, kind=sampling(rule))["decode"][-1] for B in (1, 8))
+    kernels, copies = SAMPLING[rule]
+    for step in few, many:
+        assert step.work.total.reads == step.syncs == 1 and step.work.total.waits == 0
+        assert step.loop.kernels <= kernels
+        assert step.loop.bytes <= copies * step.scored[0] * VOCAB * 4
+    assert many.work.total.copies == few.work.total.copies and many.loop.kernels <= few.loop.kernels + 2
 
 
 @pytest.mark.parametrize(
