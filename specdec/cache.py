@@ -53,6 +53,11 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.owner.step
+        if step.only_chunks:  # prompts alone: whole runs of slots, copied as such
+            for first, end, place, start in step.chunks:
+                self.keys[place, :, start : start + end - first] = key_states[0, :, first:end]
+                self.values[place, :, start : start + end - first] = value_states[0, :, first:end]
+            return self.keys[: step.places, :, : step.slots], self.values[: step.places, :, : step.slots]
         self.keys[step.token_places, :, step.token_slots] = key_states.transpose(1, 2).flatten(0, 1)
         self.values[step.token_places, :, step.token_slots] = value_states.transpose(1, 2).flatten(0, 1)
         return self.keys[: step.places, :, : step.slots], self.values[: step.places, :, : step.slots]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.compat import CACHE_KWARGS
 from specdec.contracts import Verifier
+from specdec.registry import parameters
 from specdec.requests import Request
 from specdec.target import Target
 
@@ -51,7 +51,7 @@ def refuse_arguments(kwargs: Mapping[str, Any], caller: str, instead: dict[str, 
 def fitting_verifier(verifier: type | Verifier, sampling: bool) -> Verifier:
     """The rule for a call: an object as it is, a class of the table made. ValueError where it does not fit."""
     if isinstance(verifier, type):
-        verifier = verifier(sampling) if "sampling" in inspect.signature(verifier).parameters else verifier()
+        verifier = verifier(sampling) if "sampling" in parameters(verifier) else verifier()
     if (verifier.draws == "argmax") == sampling:
         raise ValueError(
             f"verifier {verifier.name!r} does not fit do_sample={sampling}: greedy rules go without sampling, all "
@@ -81,10 +81,11 @@ def check_token_ids(target: Target, requests: Sequence[Request]) -> None:
     """ValueError where a prompt holds an id that the model has no embedding for; what stands in padding is not run."""
     V = target.model.get_input_embeddings().weight.shape[0]
     for request in requests:
-        outside = request.tokens[(request.tokens < 0) | (request.tokens >= V)]
-        if len(outside):
+        tokens = request.tokens
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < V:
+            outside = tokens[(tokens < 0) | (tokens >= V)][0]
             raise ValueError(
-                f"row {request.index} of the prompts holds token id {outside[0]}, but the model has ids 0 to {V - 1}: "
+                f"row {request.index} of the prompts holds token id {outside}, but the model has ids 0 to {V - 1}: "
                 f"use the model's own tokenizer"
             )
 

@@ -5,16 +5,17 @@ Between 5.16 and 5.24 the cache argument and output of every model were renamed 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from specdec.registry import parameters
+
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the keyword under which `model.forward` takes a cache."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return "cache" if "cache" in parameters(type(model).forward) else "past_key_values"
 
 
 CACHE_KWARGS = ("cache", "past_key_values")  # under either name `generate` hands a cache to a decoding function

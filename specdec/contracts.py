@@ -107,6 +107,12 @@ class Verdict:
     accept_prob: Tensor
 
     @classmethod
+    def undrafted(cls, next_token: Tensor) -> Verdict:
+        """Of rows [B] that drafted nothing."""
+        none = next_token.new_zeros(len(next_token), 0)
+        return cls(none, torch.zeros_like(next_token), next_token, none.float())
+
+    @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Verdict:
         """Of no rows."""
         ids = torch.zeros(0, dtype=torch.long, device=device)

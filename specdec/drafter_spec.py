@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.contracts import Drafter
 from specdec.models import LoadedModel
-from specdec.registry import DRAFTERS, imported, known
+from specdec.registry import DRAFTERS, imported, known, parameters
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ def build_drafter(spec: DrafterSpec, target: LoadedModel) -> Drafter:
         raise ValueError(
             f"drafter {spec.text!r} is a {type(factory).__name__}: name a class, or a function that makes one"
         )
-    signature = inspect.signature(factory)
-    keywords = {name: _value(text, signature.parameters.get(name)) for name, text in spec.options.items()}
-    if "target" in signature.parameters:
+    taken = parameters(factory)
+    keywords = {name: _value(text, taken.get(name)) for name, text in spec.options.items()}
+    if "target" in taken:
         keywords["target"] = target
     try:
-        signature.bind(**keywords)
+        inspect.Signature(taken.values()).bind(**keywords)
     except TypeError as error:
-        takes = ", ".join(("length", *(name for name in signature.parameters if name != "target")))
+        takes = ", ".join(("length", *(name for name in taken if name != "target")))
         raise ValueError(f"drafter {spec.text!r}: {error}; its settings are {takes}") from None
     return factory(**keywords)
 

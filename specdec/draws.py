@@ -18,6 +18,7 @@ from specdec.streams import Purpose, gumbel, uniforms, words
 Warp = Callable[[Tensor], Tensor]
 
 MASS = 2.0**46  # integer mass of a row in `inverse_cdf`
+BLOCK = 512  # columns of which a maximum is looked for at a time
 COUPLED_STEP = 2**13  # tokens whose noise is made at a time on a CPU: what passes through its cache, not its memory
 
 
@@ -188,11 +189,13 @@ def _first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     Blocks first, then the best block: the reduction without indices is 5 times faster than the one with (CPU).
     """
     n, V = logits.shape
-    width = min(512, V)
-    whole = V - V % width
-    blocks = logits[:, :whole].unflatten(1, (-1, width))
+    if V <= BLOCK:
+        index = logits.argmax(-1)
+        return logits.gather(1, index[:, None])[:, 0], index
+    whole = V - V % BLOCK
+    blocks = logits[:, :whole].unflatten(1, (-1, BLOCK))
     top, block = blocks.amax(-1).max(-1)
-    index = block * width + blocks[torch.arange(n, device=logits.device), block].argmax(-1)
+    index = block * BLOCK + blocks[torch.arange(n, device=logits.device), block].argmax(-1)
     if whole < V:
         tail_top, tail_index = logits[:, whole:].max(-1)
         index = torch.where(tail_top > top, whole + tail_index, index)

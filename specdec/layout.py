@@ -44,9 +44,11 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """Whether the prompts are token ids alone, padded on the left if at all, whose positions count them."""
-        if self.past or self.by_embeds or self.seen.sum() != (self.columns - self.pads).sum():
+        if self.past or self.by_embeds:
             return False
-        counted = self.seen.cumsum(1) - 1
+        counted = np.arange(self.columns) - self.pads[:, None]
+        if not ((counted >= 0) == self.seen).all():
+            return False
         return self.positions is None or bool(((self.positions == counted) | ~self.seen).all())
 
     @property

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from specdec.draws import make_draws, raise_if_undefined
 from specdec.hidden_states import HiddenStates
 from specdec.processors import Prefixes, Processors
 from specdec.prompt_reader import PromptReader
+from specdec.read import Read, read_verdict
 from specdec.requests import Request
 from specdec.score_recorder import ScoreRecorder
 from specdec.stats import Clock, Stats
@@ -42,8 +42,7 @@ class Batch:
                as one is free.
     chunk:     most prompt tokens per step, over all rows: bounds the wait of the rows that decode beside them.
     reader:    in place of the target in the first step, which then takes all prompts whole.
-    recorder:  keeps the scores of emitted tokens, where they were asked for.
-    columns:   asks criteria and streams for all rows together.
+    recorder:  keeps the scores of emitted tokens.   columns: asks criteria and streams for all rows together.
     keeps_cache: finished rows keep their keys and values, for who made the batch to read.
     """
 
@@ -73,6 +72,7 @@ class Batch:
         self.cache = self.target.new_cache()
         self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
         self.hidden = HiddenStates()
+        self.device, self.vocab_size = self.target.device, self.target.vocab_size
         self._clock = Clock(self.stats)
 
     def run(self) -> None:
@@ -109,7 +109,8 @@ class Batch:
         self._clock.lap("forward")
         scores = self.processed(scored, draft, Scores(logits, step.index))
         verdict = self.verify(scored, draft, scores, draws)
-        read = self.read(draft, verdict, invalid)
+        read = read_verdict(draft, verdict, invalid)
+        self.stats.syncs += 1
         self._clock.lap("verify")
         self.commit(segments, scored, draft, verdict, read)
         if self.recorder is not None:
@@ -164,12 +165,12 @@ class Batch:
             [r.steps for r in scored],
             [len(r.tokens) for r in scored],
             self.processors.warp,
-            self.target.device,
+            self.device,
         )
 
     def rows(self, scored: Sequence[Request]) -> Rows:
         """What the drafter sees of the scored rows now."""
-        return Rows([r.row for r in scored], [r.tokens for r in scored], self.target.device, self.target.vocab_size)
+        return Rows([r.row for r in scored], [r.tokens for r in scored], self.device, self.vocab_size)
 
     def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
         """The draft, with ids and parents made safe to index with, and [B] whether a row's draft held an invalid one.
@@ -179,12 +180,11 @@ class Batch:
         budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
         if self.budget is not None and self.drafter is not None:
             budget = self.budget.lengths([r.row for r in scored], budget)
-        V = self.target.vocab_size
         if self.drafter is None or not any(budget):
-            return made_safe(Draft.empty(len(scored), self.target.device), V)
+            return Draft.empty(len(scored), self.device), torch.zeros(len(scored), dtype=torch.bool, device=self.device)
         draft = self.drafter.propose(self.rows(scored), budget, draws)
-        check_draft(draft, budget, self.stats.drafter, V, self.target.device)
-        return made_safe(draft, V)
+        check_draft(draft, budget, self.stats.drafter, self.vocab_size, self.device)
+        return made_safe(draft, self.vocab_size)
 
     def processed(self, scored: Sequence[Request], draft: Draft, scores: Scores) -> Scores:
         """p at every node, from the target's logits there."""
@@ -201,26 +201,16 @@ class Batch:
 
     def verify(self, scored: Sequence[Request], draft: Draft, scores: Scores, draws: Draws) -> Verdict:
         """The rule's verdict. It never meets a step that scores no row (one of prompt chunks only)."""
-        return self.verifier.verify(draft, scores, draws) if scored else Verdict.empty(self.target.device)
-
-    def read(self, draft: Draft, verdict: Verdict, invalid: Tensor) -> _Read:
-        """The one device-to-host read of the step. float64 holds every int64 token id exactly."""
-        accepted = draft.tokens.gather(1, verdict.path.clamp(min=0)) if draft.tokens.shape[1] else verdict.path
-        columns = [verdict.n_accepted[:, None], verdict.next_token[:, None], invalid[:, None], accepted]
-        read = torch.cat([*(c.double() for c in columns), verdict.accept_prob.double()], dim=1).cpu().numpy()
-        self.stats.syncs += 1
-        P = accepted.shape[1]
-        ints = read[:, : 3 + P].astype(np.int64)
-        return _Read(ints[:, 0].tolist(), ints[:, 1].tolist(), ints[:, 2].any(), ints[:, 3:].tolist(), read[:, 3 + P :])
+        return self.verifier.verify(draft, scores, draws) if scored else Verdict.empty(self.device)
 
     def commit(
-        self, segments: Sequence[Segment], scored: Sequence[Request], draft: Draft, verdict: Verdict, read: _Read
+        self, segments: Sequence[Segment], scored: Sequence[Request], draft: Draft, verdict: Verdict, read: Read
     ) -> None:
         """Append what was accepted, cut at stops; move lengths. For a chain nothing is copied."""
         if read.invalid:
             raise ValueError(
                 f"drafter {self.stats.drafter!r} proposed a token outside the target's vocabulary of "
-                f"{self.target.vocab_size}, or a tree in which a parent does not come before its child: it must "
+                f"{self.vocab_size}, or a tree in which a parent does not come before its child: it must "
                 f"propose target token ids, and parents as indices of earlier tokens or -1"
             )
         raise_if_undefined(read.next_token, [r.request_id for r in scored], [r.steps for r in scored])
@@ -267,7 +257,7 @@ class Batch:
         if self.drafter is not None and rows:
             self.drafter.release(rows)
 
-    def learn(self, scored: Sequence[Request], draft: Draft, read: _Read) -> None:
+    def learn(self, scored: Sequence[Request], draft: Draft, read: Read) -> None:
         """What this step tells about the draft lengths that pay."""
         if draft.parents is not None:
             self.budget = None
@@ -287,14 +277,3 @@ class Batch:
         self.stats.decode_forwards += not self._clock.prefill
         self.stats.verifier = self.verifier.name  # "auto" knows which rule it took only now
         self.stats.packed_tokens += sum(len(s.tokens) for s in segments) + sum(draft.lengths)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A verdict on the host: lists by row, `accepted` [B, P] token ids, `accept_prob` [B, N]."""
-
-    n_accepted: list[int]
-    next_token: list[int]
-    invalid: bool
-    accepted: list[list[int]]
-    accept_prob: np.ndarray

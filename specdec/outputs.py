@@ -31,9 +31,12 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     stats: Stats | None = None
 
 
-def collect(batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Cache | None) -> SpeculativeOutput:
-    """The output of a batch that has run. `cache` (HF's, may be None) gets the keys and values of all columns but the
-    last, as `generate` leaves it; it is empty still, or holds the prompts."""
+def collect(
+    batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Cache | None
+) -> SpeculativeOutput | Tensor:
+    """The output of a batch that has run, the sequences alone if no more was asked for. `cache` (HF's, may be None)
+    gets the keys and values of all columns but the last, as `generate` leaves it; it is empty still, or holds the
+    prompts."""
     pad = pad_token(config)
     longest = max(len(request.emitted) for request in batch.requests)
     if batch.keeps_cache:
@@ -43,10 +46,12 @@ def collect(batch: Batch, input_ids: Tensor, config: GenerationConfig, cache: Ca
     sequences = assemble(batch.requests, input_ids, pad)
     columns = (cached_tokens(cache) or input_ids.shape[1]) + longest - 1
     layers = {}
-    if config.return_dict_in_generate and batch.reader is not None and batch.reader.asked:
+    if batch.reader is not None and batch.reader.asked and config.return_dict_in_generate:
         layers = layer_outputs(batch.reader, sequences[:, input_ids.shape[1] :], cached=cache is not None)
     if cache is not None:
         fill(cache, batch, columns)
+    if not config.return_dict_in_generate:
+        return sequences
     recorded = batch.recorder
     output = SpeculativeOutput(
         sequences=sequences,

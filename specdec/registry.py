@@ -6,9 +6,12 @@ given as an object, or on the command line as `module:Name`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,7 @@ def imported(path: str) -> Any:
     return getattr(module, attribute)
 
 
+@functools.cache  # once it is imported it is ours for good; what is raised is not remembered
 def _check_not_shadowed(package: str) -> None:
     ours = Path(__file__).resolve().parent.parent / package
     spec = importlib.util.find_spec(package)  # looks, and does not run what it finds
@@ -91,3 +95,9 @@ def _check_not_shadowed(package: str) -> None:
             f"specdec needs its own package {package!r} but Python found {found} first: run from another folder, or "
             f"rename that file or package"
         )
+
+
+@functools.cache  # looking it up takes as long as a small model's layer
+def parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function, or of a class's constructor."""
+    return inspect.signature(function).parameters

@@ -7,6 +7,8 @@ before anything is computed.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -99,6 +101,7 @@ class speculate:
         self.draft_length, self.seed, self.request_ids = draft_length, seed, request_ids
         self.streamer, self.tokenizer, self.on_commit = streamer, tokenizer, on_commit
         self.synced_gpus = synced_gpus
+        self.__signature__ = _call_signature()
         self.stats: Stats | None = None
         self._made: tuple[PreTrainedModel, Drafter | None] | None = None  # for a drafter given by name
 
@@ -119,7 +122,7 @@ class speculate:
         output = collect(batch, input_ids, generation_config, handed_over(model_kwargs) if batch.keeps_cache else None)
         if isinstance(batch.target, PeerTarget):
             batch.target.wait()
-        return output if generation_config.return_dict_in_generate else output.sequences
+        return output
 
     def prepare(
         self,
@@ -241,9 +244,18 @@ class speculate:
         return int(torch.randint(0, 2**63 - 1, ()).item())
 
 
+@functools.cache
+def _call_signature() -> inspect.Signature:
+    """Of a decoding function: `generate` looks at it several times in every call."""
+    _, *handed_over = inspect.signature(speculate.__call__).parameters.values()
+    return inspect.Signature(handed_over)
+
+
 def _checked(drafter: Any) -> Drafter | None:
     """`drafter`, if it is one."""
-    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
+    if drafter is None or isinstance(drafter, BaseDrafter):  # looking for every part of the contract takes its time
+        return drafter
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
         raise ValueError(
             f"drafter is {drafter!r}, which lacks some of what specdec.Drafter asks for: give an instance, of a class "
             f"derived from specdec.BaseDrafter"

@@ -79,6 +79,11 @@ class Step:
     _masks: dict = field(default_factory=dict)
 
     @property
+    def only_chunks(self) -> bool:
+        """Whether the step has nothing but prompt chunks."""
+        return self.grid_places == 0
+
+    @property
     def grid_is_full(self) -> bool:
         """Every cell holds a token, so that filling the grid is a view and not a copy."""
         return len(self.grid) == self.grid_places * self.width

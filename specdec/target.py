@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -25,9 +26,12 @@ from specdec.capture import HiddenContract, captured
 from specdec.compat import cache_argument
 from specdec.compiled import Graph, graph_for
 from specdec.contracts import Draft
+from specdec.registry import parameters
 from specdec.step import Segment, Step, additive, pack
 
 logger = logging.getLogger("specdec")
+
+_accepted: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # asking their configurations takes its time
 
 
 class Target:
@@ -41,7 +45,9 @@ class Target:
     chunk = 1
 
     def __init__(self, model: PreTrainedModel, padded: bool | None = None):
-        refuse_unsupported(model)
+        if model not in _accepted:
+            refuse_unsupported(model)
+            _accepted.add(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         supports_packed = bool(getattr(model, "_supports_attention_backend", False))
@@ -60,7 +66,7 @@ class Target:
             )
         self.configs = configs_of(model)
         self.cache_argument = cache_argument(model)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters(type(model).forward)
         layer_types = getattr(self.config, "layer_types", None) or []
         self._has_windows = "sliding_attention" in layer_types and self.config.sliding_window is not None
         self.graph: Graph | None = None
@@ -223,6 +229,7 @@ class _PaddedStep:
     slots: int
     token_places: Tensor
     token_slots: Tensor
+    only_chunks = False
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

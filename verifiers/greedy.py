@@ -36,6 +36,8 @@ def follow(draft: Draft, choice: Tensor) -> Verdict:
     choice: [B, N + 1] the token at each node, -1 where p is undefined there.
     Example: tokens [[4, 5]], choice [[4, 6, 9]]: path [[0, -1]], n_accepted [1], next_token [6].
     """
+    if draft.tokens.shape[1] == 0:
+        return Verdict.undrafted(choice[:, 0])
     match = draft.tokens == choice.gather(1, parent_nodes(draft))
     path, n_accepted, last_node = matched_path(draft, match)
     next_token = choice.gather(1, last_node[:, None])[:, 0]
