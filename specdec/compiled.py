@@ -134,7 +134,6 @@ class Graph:
 
         return [filled(step.input_ids), filled(step.position_ids), filled(step.keep)]
 
-    @torch.no_grad()
     def _trace(self, target: Target, hidden: HiddenContract | None) -> None:
         """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes."""
         cache = target.new_cache()
