@@ -49,7 +49,8 @@ def generate(
     draft_length: drafted tokens per row and step, at most; 0 is plain decoding. None: as many as pay, from 0 to
                   LONGEST, by what steps turn out to cost and to accept (see specdec.budget); but DRAFT_LENGTH where
                   the sample depends on the length (sampling with another rule than "coupled"), so that a seed gives
-                  the same sample whatever the clock does. A name's own length= goes before it.
+                  the same sample whatever the clock does, and in tensor-parallel processes. A name's own length= goes
+                  before it.
     seed:         of the sampling streams; None draws one from torch's generator, so `set_seed` works.
     request_ids:  B ints in [0, 2**32) that name the rows' random streams; default: the row's index.
     streamer:     gets tokens as they are accepted (batch of 1).

@@ -150,6 +150,8 @@ class speculate:
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
         learns = self.draft_length is None and verifier.draws != "fresh"
+        if getattr(model, "tp_size", None) is not None:
+            learns = False  # tensor-parallel processes draft the same, and their clocks would not say the same
         longest = min(LONGEST, LONGEST_DRAFT) if self.invariant else LONGEST
         length = self.draft_length if self.draft_length is not None else longest if learns else DRAFT_LENGTH
         drafter = None if self.draft_length == 0 else self.drafter_for(model)
