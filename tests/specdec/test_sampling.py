@@ -38,21 +38,33 @@ def exact_law(model) -> dict[tuple[int, ...], float]:
 
 
 def p_value(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """Of Pearson's chi-square; outcomes are pooled, least probable first, into cells that expect at least 5."""
+    """Of Pearson's chi-square."""
+    return p_of([cells(samples, law)])
+
+
+def cells(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> list[tuple[int, float]]:
+    """(observed, expected) counts, of outcomes pooled, least probable first, so that 5 are expected at least."""
     counts = dict.fromkeys(law, 0)
     for sample in samples:
         counts[sample] += 1
-    cells, observed, expected = [], 0, 0.0
+    found, observed, expected = [], 0, 0.0
     for outcome in sorted(law, key=law.get):
         observed, expected = observed + counts[outcome], expected + law[outcome] * len(samples)
+        if observed and not expected:
+            return [(observed, 0.0)]  # an impossible outcome
         if expected >= 5:
-            cells.append((observed, expected))
+            found.append((observed, expected))
             observed, expected = 0, 0.0
-    if observed and not expected:
-        return 0.0  # an impossible outcome
-    cells[-1] = (cells[-1][0] + observed, cells[-1][1] + expected)
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))
+    found[-1] = (found[-1][0] + observed, found[-1][1] + expected)
+    return found
+
+
+def p_of(experiments: list[list[tuple[int, float]]]) -> float:
+    """Of the sum of several experiments' chi-squares."""
+    if any(expected == 0 for each in experiments for _, expected in each):
+        return 0.0
+    statistic = sum((o - e) ** 2 / e for each in experiments for o, e in each)
+    return float(chi2.sf(statistic, sum(len(each) - 1 for each in experiments)))
 
 
 def draw(model, drafter, seed) -> list[tuple[int, ...]]:
