@@ -203,15 +203,14 @@ def _first_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, index
 
 
-def raise_if_undefined(next_tokens: Sequence[int], request_ids: Sequence[int], steps: Sequence[int]) -> None:
-    """ValueError that names row and step of the first -1 among a verdict's next tokens (host values)."""
-    for i, token in enumerate(next_tokens):
-        if token < 0:
-            raise ValueError(
-                f"row {i} (request {request_ids[i]}) has no next-token distribution at its step {steps[i]}: its logits "
-                f"hold a NaN or infinity, or the processors left no token; check the model's dtype, the processors and "
-                f"the drafter's q"
-            )
+def raise_if_undefined(next_token: int, row: int, request_id: int, step: int) -> None:
+    """ValueError that names row and step where a verdict's next token (a host value) is -1."""
+    if next_token < 0:
+        raise ValueError(
+            f"row {row} (request {request_id}) has no next-token distribution at its step {step}: its logits hold a "
+            f"NaN or infinity, or the processors left no token; check the model's dtype, the processors and the "
+            f"drafter's q"
+        )
 
 
 def _wrong_kind(kind: str, missing: str, needed: str) -> ValueError:

@@ -213,14 +213,16 @@ class Batch:
                 f"{self.vocab_size}, or a tree in which a parent does not come before its child: it must "
                 f"propose target token ids, and parents as indices of earlier tokens or -1"
             )
-        raise_if_undefined(read.next_token, [r.request_id for r in scored], [r.steps for r in scored])
         if draft.parents is not None:
             self.cache.keep_path([(r.row, r.slots - 1) for r in scored], verdict.path)
         for segment in segments:
             self.cache.lengths[segment.row] = segment.start + len(segment.tokens)
         for b, request in enumerate(scored):
             n = read.n_accepted[b]
-            tokens, request.done = self.stops.cut(request, [*read.accepted[b][:n], read.next_token[b]])
+            block = [*read.accepted[b][:n], read.next_token[b]]
+            tokens, request.done = self.stops.cut(request, [token for token in block if token >= 0])
+            if not request.done:  # past a stop the processors may leave no token, and need not
+                raise_if_undefined(block[-1], b, request.request_id, request.steps)
             request.append(tokens)
             self.cache.lengths[request.row] = request.slots - 1
             if request.steps:

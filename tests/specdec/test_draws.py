@@ -46,9 +46,9 @@ def test_inverse_cdf_marks_rows_without_a_distribution():
 
 
 def test_the_error_names_row_request_and_step():
-    raise_if_undefined([3, 0], [8, 9], [1, 2])
+    raise_if_undefined(0, 1, 9, 2)
     with pytest.raises(ValueError, match=r"row 1 \(request 9\).*step 2"):
-        raise_if_undefined([3, -1], [8, 9], [1, 2])
+        raise_if_undefined(-1, 1, 9, 2)
 
 
 def test_samples_follow_the_warped_logits_and_report_them_as_q():
