@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.compat import cache_argument
-from tests.specdec.covering import Combination, at_random, pairwise
+from tests.specdec.covering import Combination, filled, pairwise
 from tests.tiny_models import tiny
 from tests.toy_tokenizer import toy_tokenizer
 
@@ -239,5 +239,4 @@ def combinations(refused: set[tuple[str, str]]) -> list[Combination]:
         factor: [level for level in levels if (factor, level) not in refused | ONLY_ALONE]
         for factor, levels in LEVELS.items()
     }
-    found = singles + pairwise(usable, possible)
-    return found + at_random(usable, possible, max(0, COMBINATIONS - len(found)), 0.6)
+    return filled(singles + pairwise(usable, possible), usable, possible, COMBINATIONS, default=0.6)

@@ -32,12 +32,16 @@ def pairwise(factors: Levels, possible: Callable[[Combination], bool], tries: in
     return found
 
 
-def at_random(
-    factors: Levels, possible: Callable[[Combination], bool], count: int, default: float
+def filled(
+    found: list[Combination],
+    factors: Levels,
+    possible: Callable[[Combination], bool],
+    count: int,
+    default: float,
 ) -> list[Combination]:
-    """`count` combinations in which a factor keeps its default with probability `default`."""
+    """`found` and random others up to `count`, in which a factor keeps its default with probability `default`."""
     choice = random.Random(1)
-    found = []
+    found = list(found)
     while len(found) < count:
         drawn = {f: levels[0] if choice.random() < default else choice.choice(levels) for f, levels in factors.items()}
         if possible(drawn) and drawn not in found:
