@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -203,6 +205,7 @@ LEVELS: dict[str, dict[str, Setting]] = {
 }
 DEFAULT = {factor: next(iter(levels)) for factor, levels in LEVELS.items()}
 ONLY_ALONE = {("length", "max_new_tokens=1"), ("max_time", "0")}  # in a combination they would hide everything else
+OLD = Version(transformers.__version__) < Version("5.24")  # in 5.16 chunks of a prompt begin at 0 beside a cache
 # Levels that `generate` does not take together, or answers with NaN or with a part.
 EXCLUDED = [
     {("output_attentions", "True"), ("prefill_chunk_size", "4")},
@@ -213,6 +216,7 @@ EXCLUDED = [
     {("exponential_decay_length_penalty", "given"), ("eos_token_id", "")},
     {("prompt", "inputs_embeds"), ("prefill_chunk_size", "4")},
     {("use_cache", "False"), ("prefill_chunk_size", "4")},
+    *([{("cache", "DynamicCache to go on from"), ("prefill_chunk_size", "4")}] if OLD else []),
     *({("cache", cache), ("use_cache", "False")} for cache in list(LEVELS["cache"])[1:]),
     *(
         {("cache", cache), ("cache_implementation", name)}

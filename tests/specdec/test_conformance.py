@@ -3,11 +3,10 @@
 import logging
 
 import pytest
-import transformers
 
 from specdec import loop
 from specdec.stopping import Stops
-from tests.specdec.argument_grid import COMBINATIONS, FAMILIES, combinations
+from tests.specdec.argument_grid import COMBINATIONS, FAMILIES, OLD, combinations
 from tests.specdec.conformance import MARKERS, README, Findings, refused_alone, refused_levels, table
 from tests.specdec.covering import pairs, pairwise
 
@@ -32,7 +31,7 @@ def test_every_argument_on_its_own(alone):
     assert alone.counts["equal"] > 35
 
 
-@pytest.mark.skipif(transformers.__version__ < "5.20", reason="older releases refuse less or word it differently")
+@pytest.mark.skipif(OLD, reason="older releases refuse less or word it differently")
 def test_the_readme_tells_what_is_refused(alone):
     shown = README.read_text().partition(MARKERS[0])[2].partition(MARKERS[1])[0]
     assert shown.strip() == table(alone), "run python -m tests.specdec.conformance --write"
