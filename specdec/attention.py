@@ -103,6 +103,11 @@ def packed_attention(
         layer = module.layer_idx
         seen = torch.ops.specdec.attend(query, key, value, step, layer, scaling, sliding_window, softcap, s_aux)
         return seen, None
+    if key.shape[2] != step.slots:
+        raise NotImplementedError(
+            "the model goes past its cache, as some do with gradient checkpointing in training mode: call its eval() "
+            "or gradient_checkpointing_disable()"
+        )
     if sliding_window is not None:
         step.windows.add(sliding_window)
     attend = _Attend(scaling, softcap, s_aux)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from specdec import generation
 from specdec.call_checks import check_per_request, refuse_arguments
-from specdec.generation import DRAFTS_INSTEAD
 from specdec.loop import Batch
 from specdec.peers import are_needed
 from specdec.speculation import speculate
 from specdec.stats import RowStats
 from specdec.stopping import with_stop_strings
+from specdec.target import device_of
 
-INSTEAD = DRAFTS_INSTEAD | {
+INSTEAD = generation.INSTEAD | {
     "streamer": "each request is yielded when it ends",
     "on_commit": "each request is yielded when it ends, with its stats",
     "attention_mask": "give every prompt without padding",
@@ -85,7 +86,7 @@ def stream_batch(
     input_ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)
     for b, row in enumerate(rows):
         input_ids[b, longest - len(row) :], mask[b, longest - len(row) :] = row, 1
-    at = model.get_input_embeddings().weight.device
+    at = device_of(model)
 
     def prepare(*args: Any, generation_config: GenerationConfig, **inputs: Any) -> Batch:
         check_per_request(generation_config)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from specdec.compat import CACHE_KWARGS
 from specdec.contracts import Verifier
@@ -75,6 +75,12 @@ def check_prompt(input_ids: Tensor | None, mask: Tensor | None) -> None:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} but input_ids {tuple(input_ids.shape)}: make them equal"
         )
+
+
+def check_cache(cache: Any) -> None:
+    """ValueError for what is no cache of transformers."""
+    if not isinstance(cache, Cache | None):
+        raise ValueError(f"the cache passed in is a {type(cache).__name__}: give a transformers.DynamicCache")
 
 
 def check_token_ids(target: Target, requests: Sequence[Request]) -> None:
@@ -160,9 +166,17 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
 
 
 def refuse_foreign_inputs(model: PreTrainedModel) -> None:
-    """NotImplementedError where something else than the model makes the inputs of its forwards."""
+    """NotImplementedError where something else than the model makes the inputs of its forwards, or chooses weights by
+    their rows."""
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
         raise NotImplementedError(
             f"the inputs of this {type(model).__name__} are made by another object (as PEFT's prompt and prefix tuning "
             f"do, with virtual tokens), which specdec would go past: call model.generate without specdec"
         )
+    if hasattr(model, "peft_config"):
+        hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+        if any({"adapter_names", "alora_offsets"} & set(getattr(hook, "keywords", ())) for hook in hooks):
+            raise NotImplementedError(
+                f"PEFT gives the rows of this {type(model).__name__} adapters of their own (adapter_names, or aLoRA's "
+                f"offsets), and a packed forward has no rows: call model.generate without specdec"
+            )

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from specdec.call_checks import check_prompt, refuse_arguments, refuse_cache
+from specdec.call_checks import check_cache, check_prompt, refuse_arguments, refuse_cache
 from specdec.compat import cached_tokens, handed_over, mark_callers
 from specdec.contracts import Drafter, Verifier
 from specdec.loop import OnCommit
@@ -17,7 +17,10 @@ from specdec.speculation import speculate
 from specdec.spellings import what_drafts
 from specdec.stopping import with_stop_strings
 
-DRAFTS_INSTEAD = {"custom_generate": "say what drafts with drafter="}
+INSTEAD = {
+    "custom_generate": "say what drafts with drafter=",
+    "adapter_names": "call model.generate for rows with adapters of their own",  # PEFT's, which an error would leave on
+}
 
 
 def generate(
@@ -67,7 +70,9 @@ def generate(
 
     Example: specdec.generate(model, **tokenizer("Hello", return_tensors="pt"), drafter="ngram", max_new_tokens=32)
     """
-    refuse_arguments(kwargs, "specdec.generate", DRAFTS_INSTEAD)
+    refuse_arguments(kwargs, "specdec.generate", INSTEAD)
+    if input_ids is None:
+        input_ids = kwargs.pop("inputs", None)  # as `generate` calls them
     drafter, draft_length = what_drafts(drafter, draft_length, tokenizer, kwargs)
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
@@ -85,6 +90,7 @@ def decided_by(
     """Arguments with which `model.generate` does what `kwargs` say and decodes by `decode`, whose tokenizer is the one
     for stop strings. Raises for what can be refused before `generate` prepares the call."""
     refuse_cache(kwargs.get("cache_implementation"))
+    check_cache(handed_over(kwargs))
     mark_callers(kwargs)
     if cached_tokens(handed_over(kwargs)) == 0 and kwargs.get("inputs_embeds") is None:
         check_prompt(input_ids, kwargs.get("attention_mask"))

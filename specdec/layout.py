@@ -105,5 +105,9 @@ def layout(input_ids: Tensor, model_kwargs: Mapping[str, Any], config: Generatio
         raise NotImplementedError(
             f"position_ids of shape {tuple(positions.shape)} are not supported: give one per token, [batch, columns]"
         )
+    if positions is not None and positions.shape[1] not in (given, columns):
+        raise ValueError(
+            f"position_ids has {positions.shape[1]} columns for {given} that are to be read: give one per token"
+        )
     counted = None if positions is None else positions.cpu().numpy()
     return Layout(ids, seen, counted, past, embeds is not None)

@@ -49,6 +49,7 @@ class PromptReader:
         cache = handed_over(kwargs)
         self.cache = DynamicCache(config=target.config) if cache is None else cache
         check_readable(self.cache)
+        check_rows(self.cache, len(layout.ids))
 
     def pack(self, segments: Sequence[Segment], draft: Draft, cache: SlotCache) -> _Reading:
         """All rows, in order; nothing is drafted in this step."""
@@ -113,7 +114,8 @@ class PromptReader:
         for slots, layer in zip(cache.layers, self.cache.layers, strict=True):
             count = min(columns, layer.keys.shape[2])  # a window keeps the last ones, and needs no others
             last = slice(0, columns) if count == columns else slice(-count, None)
-            keys, values = layer.keys[:, :, last], layer.values[:, :, last]
+            # Of an offloaded cache they are elsewhere than where the layer computes.
+            keys, values = (states[:, :, last].to(layer.device) for states in (layer.keys, layer.values))
             slots.lazy_initialization(keys, values)
             for b, row in enumerate(rows):
                 skip = max(0, pads[b] - (columns - count))
@@ -143,3 +145,12 @@ def check_readable(cache: Cache) -> None:
                 f"a cache with layers of type {type(layer).__name__} is not supported: give a DynamicCache or a "
                 f"StaticCache"
             )
+
+
+def check_rows(cache: Cache, rows: int) -> None:
+    """ValueError where a cache holds another batch than one of `rows` rows."""
+    held = {layer.keys.shape[0] for layer in cache.layers if layer.is_initialized} or {rows}
+    if held != {rows}:
+        raise ValueError(
+            f"the cache holds {min(held)} rows and the batch has {rows}: give it one row per returned sequence"
+        )

@@ -79,13 +79,15 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where the model's inputs go."""
-        return self.model.get_input_embeddings().weight.device
+        return device_of(self.model)
 
     @property
     def vocab_size(self) -> int:
         """V, the width of the logits."""
         head = self.model.get_output_embeddings()
-        return head.weight.shape[0] if head is not None else self.config.vocab_size
+        if head is None:
+            return self.config.vocab_size
+        return getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight has any shape, or none
 
     @property
     def max_positions(self) -> int | None:
@@ -230,6 +232,15 @@ class _PaddedStep:
     token_places: Tensor
     token_slots: Tensor
     only_chunks = False
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model's inputs go."""
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type == "meta":  # accelerate keeps the weights elsewhere, and brings them when they are needed
+        return torch.device(embeddings._hf_hook.execution_device)
+    return device
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

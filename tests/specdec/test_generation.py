@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import specdec
@@ -12,6 +13,7 @@ from drafters.draft_model import DraftModelDrafter, check_same_tokens, first_lay
 from drafters.ngram import NGramDrafter
 from specdec import loop
 from specdec.cache import SlotCache
+from specdec.compat import CACHE_FIELD
 from specdec.contracts import BaseDrafter, Draft
 from tests.tiny_models import tiny
 
@@ -407,6 +409,8 @@ def test_tokenizers_are_compared_on_what_both_know():
         ({"input_ids": torch.tensor([[1, 2], [1, 97]])}, "row 1 of the prompts holds token id 97"),
         ({"input_ids": torch.tensor([[1, -2]])}, "row 0 of the prompts holds token id -2"),
         ({"stop_strings": "x"}, "without tokenizer"),
+        ({CACHE_FIELD: ((1, 2),)}, "cache passed in is a tuple"),
+        ({"position_ids": torch.zeros(4, 5, dtype=torch.long)}, "position_ids has 5 columns for 12"),
     ],
 )
 def test_bad_input_is_one_sentence(kwargs, message):
@@ -429,6 +433,46 @@ def test_what_is_not_supported_is_named(kwargs, name):
     settings = {**prompts(), "do_sample": False, "max_new_tokens": 4} | kwargs
     with pytest.raises(NotImplementedError, match=name):
         specdec.generate(tiny("llama"), **settings)
+
+
+@pytest.mark.parametrize("columns", [1, 12])
+def test_a_model_that_goes_past_its_cache_says_so(columns):
+    """GPT-2's layers get none with gradient checkpointing in training mode, even without gradients."""
+    model = tiny("gpt2").train()
+    model.gradient_checkpointing_enable()
+    ids = prompts()["input_ids"][:, -columns:]
+    with pytest.raises(NotImplementedError, match="goes past its cache, as some do with gradient checkpointing"):
+        specdec.generate(model, ids, do_sample=False, max_new_tokens=4)
+    model.eval()
+    expected = model.generate(ids, do_sample=False, max_new_tokens=4)
+    assert torch.equal(specdec.generate(model, ids, do_sample=False, max_new_tokens=4), expected)
+
+
+def test_prompts_under_the_name_that_generate_gives_them():
+    model, batch = tiny("llama"), prompts()
+    expected = hf(model, max_new_tokens=6)
+    batch["inputs"] = batch.pop("input_ids")
+    assert torch.equal(specdec.generate(model, **batch, do_sample=False, max_new_tokens=6), expected)
+
+
+def test_weights_that_are_elsewhere_until_they_are_used():
+    """With accelerate's offloading the parameters, the embeddings' too, are on the meta device between forwards."""
+    model = tiny("llama")
+    expected = hf(model, max_new_tokens=6)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    assert torch.equal(specdec.generate(model, **prompts(), do_sample=False, max_new_tokens=6), expected)
+    (done,) = specdec.stream_batch(model, [prompts()["input_ids"][0]], do_sample=False, max_new_tokens=6)
+    assert torch.equal(done.tokens, expected[0, 12:])
+
+
+def test_a_quantised_head_has_as_many_logits_as_outputs():
+    """Its weight may be packed to another shape, or be no tensor, as torch's own dynamically quantised layers'."""
+    model = tiny("llama", dtype=torch.float32)
+    model.lm_head = torch.ao.nn.quantized.dynamic.Linear(32, 97)
+    settings = {"do_sample": False, "max_new_tokens": 6}
+    out = specdec.generate(model, prompts()["input_ids"], drafter=None, **settings)
+    assert torch.equal(out, model.generate(prompts()["input_ids"], **settings))
 
 
 def test_draft_length_zero_is_plain_decoding():

@@ -273,3 +273,18 @@ def test_a_peft_model_with_virtual_tokens_goes_to_generate(log):
         assert patched.stats is None and "virtual tokens" in log()[0]
     with pytest.raises(NotImplementedError, match="virtual tokens"):
         specdec.generate(model, **prompts(), **GREEDY)
+
+
+def test_rows_with_adapters_of_their_own_go_to_generate(log):
+    """PEFT's `adapter_names`, which its layers apply row by row: a packed forward has no rows."""
+    model = lora()
+    model.add_adapter("other", LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+    rows = {"adapter_names": ["default", "other", "__base__", "default"]}
+    plain, expected = model.generate(**prompts(), **GREEDY), model.generate(**prompts(), **GREEDY, **rows)
+    assert not torch.equal(plain, expected)
+    with specdec.patch(model) as patched:
+        assert torch.equal(model.generate(**prompts(), **GREEDY, **rows), expected)
+        assert patched.stats is None and "adapters of their own" in log()[0]
+    with pytest.raises(NotImplementedError, match="adapter_names is not supported by specdec.generate"):
+        specdec.generate(model, **prompts(), **GREEDY, **rows)
+    assert torch.equal(specdec.generate(model, **prompts(), **GREEDY), plain)  # no hook of PEFT's is left

@@ -184,6 +184,10 @@ def test_what_cannot_be_read_is_named():
     model(prompts()["input_ids"], **{CACHE_FIELD: past})
     with pytest.raises(ValueError, match="cache holds 12 tokens and the text has 12"):
         specdec.generate(model, **prompts(), **{CACHE_FIELD: past}, **SETTINGS)
+    one = DynamicCache(config=model.config)
+    model(prompts()["input_ids"][:1, :6], **{CACHE_FIELD: one})
+    with pytest.raises(ValueError, match="cache holds 1 rows and the batch has 4"):
+        specdec.generate(model, **prompts(), **{CACHE_FIELD: one}, **SETTINGS)
     with pytest.raises(NotImplementedError, match="cache_implementation='quantized'"):
         specdec.generate(model, **prompts(), cache_implementation="quantized", **SETTINGS)
     with pytest.raises(NotImplementedError, match="max_batch is 2 for 4 prompts"):
