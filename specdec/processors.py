@@ -177,6 +177,8 @@ class Processors:
                 scores = processor(None, scores)
             elif type(processor) in ACTS_AT_LENGTH:
                 scores = _apply_at_lengths(processor, scores, prefixes)
+            elif type(processor) is hf.ExponentialDecayLengthPenalty:
+                scores = _decayed(processor, scores, prefixes)
             elif type(processor) is hf.RepetitionPenaltyLogitsProcessor:
                 scores = self._penalise(processor, scores, prefixes)
             else:
@@ -201,6 +203,16 @@ def _apply_at_lengths(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
     index = _sent(active, scores.device)
     any_prefix = index.new_zeros(1, 1).expand(len(active), lengths[active[0]])
     return scores.index_copy(0, index, processor(any_prefix, scores[index]))
+
+
+def _decayed(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    """One call per length in HF's layout, which is what it counts from the prompts' on; it looks at nothing else."""
+    result = torch.empty_like(scores)
+    for length in np.unique(prefixes.layout_lengths).tolist():
+        index = _sent(np.flatnonzero(prefixes.layout_lengths == length), scores.device)
+        any_prefix = index.new_zeros(1, 1).expand(len(index), length)
+        result.index_copy_(0, index, processor(any_prefix, scores[index]))
+    return result
 
 
 def _apply_by_length(processor, scores: Tensor, prefixes: Prefixes) -> Tensor:

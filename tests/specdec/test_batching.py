@@ -62,6 +62,7 @@ TEXT_DEPENDENT = [
     {"bad_words_ids": [[0, 3], [5]]},
     {"min_new_tokens": 8, "eos_token_id": list(range(40)), "pad_token_id": 0},
     {"begin_suppress_tokens": list(range(1, 60))},
+    {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": [31, 68], "pad_token_id": 0},
     {"stopping_criteria": [ends_on_repetition], "eos_token_id": 96, "pad_token_id": 0},
 ]
 
