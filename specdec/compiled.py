@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Literal
 
@@ -80,6 +81,7 @@ class Graph:
         if target.padded:
             raise NotImplementedError("only packed forwards are compiled")
         self.frozen = target.device.type == "cpu"
+        self._hidden: HiddenContract | None = hidden
         self._state = self._state_of(target.model)
         # torch keeps what it compiled by code object: with one of its own, a graph is not taken for a recompilation
         # of another model's, and its memory is freed with it.
@@ -88,13 +90,13 @@ class Graph:
         if not self.frozen:
             options["triton.cudagraphs"] = True
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
-        self._trace(target, hidden)
+        self._trace(target)
 
     def __call__(self, target: Target, step: Step, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of a step of `target`, and the states [M, D] that the graph was made to give."""
         # A tensor made in inference mode would be another kind of input than those that were compiled for.
         with torch.inference_mode(False), torch.no_grad():
-            logits, states = self._forward(target, cache, self._inputs(step), [])
+            logits, states = self._forward(target, cache, self._inputs(step))
         return logits[: len(step.keep)], states[0][0, : step.input_ids.shape[1]] if states else None
 
     def is_stale(self, model: PreTrainedModel) -> bool:
@@ -103,7 +105,7 @@ class Graph:
 
     def _state_of(self, model: PreTrainedModel) -> tuple:
         """What differs once a hook has come or gone, or a weight in the graph been replaced or written to."""
-        hooks = [(*module._forward_pre_hooks, *module._forward_hooks) for module in model.modules()]
+        hooks = [_foreign(module._forward_pre_hooks) + _foreign(module._forward_hooks) for module in model.modules()]
         if not self.frozen:
             return (hooks,)
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
@@ -111,13 +113,15 @@ class Graph:
         samples = [tensor.flatten()[:: max(1, tensor.numel() // SAMPLES)].double() for tensor in tensors]
         return hooks, counted, torch.cat(samples).numpy().tobytes()
 
-    def _forward(
-        self, target: Target, cache: SlotCache, inputs: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, target: Target, cache: SlotCache, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         number = next(_numbers)
         _in_flight[number] = cache
         try:
-            with switched(target.model, target.configs):
+            with (
+                switched(target.model, target.configs),
+                # always there, for torch may trace again: under autocast, say, or once the model is in training mode
+                captured(target.model, self._hidden, torch.compiler.is_compiling) as states,
+            ):
                 return self._run(target, *inputs, torch.tensor(number), states)
         finally:
             del _in_flight[number]
@@ -134,7 +138,9 @@ class Graph:
 
         return [filled(step.input_ids), filled(step.position_ids), filled(step.keep)]
 
-    def _trace(self, target: Target, hidden: HiddenContract | None) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _trace(self, target: Target) -> None:
         """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes."""
         cache = target.new_cache()
         cache.admit([0])
@@ -145,19 +151,14 @@ class Graph:
         inputs = self._inputs(step)
         for tensor in inputs:
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch._inductor.config.patch(freezing=self.frozen),
-            captured(target.model, hidden, torch.compiler.is_compiling) as states,
-        ):
-            self._forward(target, cache, inputs, states)
+        with torch._inductor.config.patch(freezing=self.frozen):
+            self._forward(target, cache, inputs)
 
 
 def _traced(
     target: Target, input_ids: Tensor, position_ids: Tensor, keep: Tensor, number: Tensor, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """What is compiled. `states` is empty: a hook that is there while this is traced fills it, from then on always."""
+    """What is compiled. `states` is empty: the hook that is there while this is traced fills it, then and always."""
     states.clear()
     return target.packed_logits({"input_ids": input_ids}, position_ids, keep, number, _NoCache()), states
 
@@ -204,8 +205,13 @@ def _(query, key, value, number, layer, scaling, window, softcap, sinks):
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+def _foreign(hooks: dict[int, Callable]) -> list[int]:
+    """The ids of a module's hooks but for our own, which come and go with the steps of any thread."""
+    return [id_ for id_, hook in hooks.items() if getattr(hook, "__module__", None) != captured.__module__]
+
+
 def _but_hooks(guards: list) -> list[bool]:
-    """Which guards to keep: not those on hooks, since the hook that gives the states is there only while tracing."""
+    """Which guards to keep: not those on hooks, since the one that gives the states is a new one in every step."""
     return ["hooks" not in guard.name for guard in guards]
 
 

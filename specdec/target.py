@@ -165,9 +165,9 @@ class Target:
         return logits, step.from_grid(state) if self.padded else state
 
     def capture(self, hidden: HiddenContract | None) -> AbstractContextManager[list[Tensor]]:
-        """Catches the final state of this thread's forwards."""
+        """Catches the final state of this thread's forwards, and of none that another compiles."""
         me = threading.get_ident()
-        return captured(self.model, hidden, lambda: threading.get_ident() == me)
+        return captured(self.model, hidden, lambda: not torch.compiler.is_compiling() and threading.get_ident() == me)
 
     def packed_logits(
         self, tokens: dict[str, Tensor], position_ids: Tensor, keep: Tensor, step: Step | Tensor, cache: Cache
