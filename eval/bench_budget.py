@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import specdec
 from eval.environment import described
 from eval.folder import Folder
-from eval.methods import FirstTokens, left_padded
+from eval.methods import EncodedPrompt, FirstTokens, check_room, left_padded
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
 from specdec.contracts import Drafter
@@ -82,11 +82,12 @@ def run(
     one JSON object and nothing else.
 
     repeats: rounds per category and batch size.   raw: without the chat template.
-    Raises ValueError for sizes below 1 and as `eval.folder.Folder` does."""
-    if min(*batch_sizes, repeats) < 1 or max_new_tokens < 2:
+    Raises ValueError for sizes below 1 or given twice, for prompts that do not fit the target's positions and as
+    `eval.folder.Folder` does."""
+    if min(*batch_sizes, repeats) < 1 or max_new_tokens < 2 or len(set(batch_sizes)) < len(batch_sizes):
         raise ValueError(
             f"--batch-sizes are {list(batch_sizes)}, --repeats {repeats} and --max-new-tokens {max_new_tokens}: give "
-            f"positive numbers, and more than one token"
+            f"positive numbers, each batch size once, and more than one token"
         )
     spec = DrafterSpec.parse(drafter)
     if spec.length is not None:
@@ -98,6 +99,9 @@ def run(
     folder = Folder(out, result=lambda fields: Round(**fields))
     folder.check(settings, resume)
     loaded = load_target(target, dtype, device)
+    texts = by_category(loaded.tokenizer, loaded.model, raw)
+    prompts = [EncodedPrompt(0, category, category, tokens) for category, some in texts.items() for tokens in some]
+    check_room(loaded.model, prompts, max_new_tokens)
     drafts = build_drafter(spec, loaded)
     about = described(loaded, {drafter: drafts})
     done = folder.start(settings)
@@ -105,7 +109,6 @@ def run(
         folder.check_weights(about)
     folder.write_json("environment.json", about)
     loaded.model.generation_config.eos_token_id = None  # rows of unequal lengths would make the batch another one
-    texts = by_category(loaded.tokenizer, loaded.model, raw)
     jobs = list(missing(texts, batch_sizes, repeats, done))
     for job in track(jobs, "rounds", console=Console(stderr=True)):
         done.append(measured(loaded.model, drafts, texts, *job, max_new_tokens))

@@ -80,6 +80,8 @@ def run(
             f"least 1"
         )
     spec = DrafterSpec.parse(drafter)
+    if spec.length == 0:
+        raise ValueError(f"drafter {drafter!r} drafts nothing, and plain decoding runs beside it: give another length")
     loaded = load_target(target, dtype, device)
     model = loaded.model
     texts = itertools.cycle(encode(load_prompts(prompts, limit), loaded.tokenizer, raw))

@@ -112,6 +112,8 @@ def test_figures_by_hand():
     ("changes", "message"),
     [
         ({"batch_sizes": [0]}, "--batch-sizes are"),
+        ({"batch_sizes": [2, 2]}, "each batch size once"),
+        ({"max_new_tokens": 256}, "more than the model's 256 positions"),
         ({"max_new_tokens": 1}, "more than one token"),
         ({"drafter": "ngram:length=3"}, "has a length of its own"),
     ],

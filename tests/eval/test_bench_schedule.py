@@ -80,6 +80,7 @@ def test_another_method_is_first_in_each_round():
     [
         ({"max_batch": 0}, "are 10, 0, 64 and 1: give at least 1"),
         ({"max_new_tokens": 4096}, "more than the model's 4096 positions"),
+        ({"drafter": "ngram:length=0"}, "drafts nothing"),
     ],
 )
 def test_what_cannot_run_is_refused(model, changes, message):
