@@ -18,7 +18,7 @@ def runs(method: str, *seconds: float, **changes):
 
 
 def test_prefill_and_decode_are_apart():
-    found = speeds(runs("ngram", 3.0), runs("plain", 4.0), runs("hf", 5.0))
+    found = speeds(runs("ngram", 3.0), runs("plain", 4.0), runs("hf", 5.0), {})
     assert found["tokens_per_second"] == 8 / 3
     assert found["prefill_tokens_per_second"] == 6 / 1  # two prompts of 3 tokens
     assert found["decode_tokens_per_second"] == 6 / 2
@@ -31,13 +31,13 @@ def test_a_batch_that_ended_with_its_prefill_has_no_decode_speed():
     one_token = {"tokens": [1], "batch_prefill_seconds": 4.0}
     [run] = runs("plain", 4.0, **one_token).values()
     assert isinstance(run, Run) and run.decode_speed is None
-    found = speeds(runs("plain", 4.0, **one_token), runs("plain", 4.0, **one_token), {})
+    found = speeds(runs("plain", 4.0, **one_token), runs("plain", 4.0, **one_token), {}, {})
     assert found["decode_tokens_per_second"] is None and found["decode_speedup_vs_plain"] is None
 
 
 def test_spread_is_of_repeats():
-    assert speeds(runs("plain", 4.0, 5.0, 4.5), {}, {})["spread"] == pytest.approx(1 / 4.5)
-    assert speeds(runs("plain", 4.0), {}, {})["spread"] is None
+    assert speeds(runs("plain", 4.0, 5.0, 4.5), {}, {}, {})["spread"] == pytest.approx(1 / 4.5)
+    assert speeds(runs("plain", 4.0), {}, {}, {})["spread"] is None
 
 
 def test_step_seconds_leave_out_prefill():
