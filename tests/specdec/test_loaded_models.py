@@ -41,8 +41,8 @@ def test_a_checkpoint_loaded_with_a_device_map(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_checkpoint_quantised_as_it_is_loaded(family, tmp_path):
-    """Weights in int8, by torchao, which computes on a CPU too. It is not among the development packages, since it makes
-    every command of a CPU build of torch print warnings: `pip install torchao` to run this."""
+    """Weights in int8, by torchao, which computes on a CPU too. It is not among the development packages, since with a
+    CPU build of torch it makes every command print warnings: `pip install torchao` to run this."""
     Int8WeightOnlyConfig = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
 
     whole = tiny(family, dtype=torch.float32)
