@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from drafters.ngram import NGramDrafter
 from eval.conversations import ANSWERS, all_turns, first_turns
 from eval.divergence import Margins, divergences
 from eval.environment import described
 from eval.folder import Folder, Result
-from eval.grid import Speculation, methods_at, speculations
+from eval.grid import Speculation, first_ngram, methods_at, speculations
 from eval.memory import measure
 from eval.methods import EncodedPrompt, check_room
 from eval.processes import Processes
@@ -134,9 +133,7 @@ class Evaluation:
         """vLLM's engines, if they are to be compared; its n-grams beside the first n-gram drafter."""
         if self.settings.vllm is None:
             return nullcontext({})
-        ngram = next((one for one in drafted if isinstance(one.drafter, NGramDrafter) and one.fixed), None)
-        log = self.folder.path / "vllm.log"
-        return engines(self.settings.vllm, loaded.model, ngram and ngram.drafter, ngram.fixed if ngram else 0, log)
+        return engines(self.settings.vllm, loaded.model, first_ngram(drafted), self.folder.path / "vllm.log")
 
     def _start(self, config: dict[str, Any], loaded: LoadedModel, drafted: Sequence[Speculation]) -> None:
         """The first process readies the folder and the turns' answers; then all hold the same prompts and results."""

@@ -110,13 +110,17 @@ def methods_at(
     return methods
 
 
+def first_ngram(drafted: Sequence[Speculation]) -> Speculation | None:
+    """The n-gram drafter beside which other engines' own n-grams are run."""
+    return next((one for one in drafted if one.source == "ngram" and one.fixed), None)
+
+
 def _hf_drafted(loaded: LoadedModel, request: Request, drafted: Sequence[Speculation]) -> list[Method]:
     """HF's counterparts of our drafters: prompt lookup for the first n-gram one, an assistant for each draft model but
     for those with a reduced vocabulary, which HF cannot verify."""
     found = []
-    lookups = [speculation for speculation in drafted if speculation.source == "ngram" and speculation.fixed]
-    if lookups:
-        found.append(prompt_lookup(loaded.model, request, lookups[0].fixed))
+    if (ngram := first_ngram(drafted)) is not None:
+        found.append(prompt_lookup(loaded.model, request, ngram.fixed))
     for speculation in drafted:
         drafter = speculation.drafter
         if isinstance(drafter, DraftModelDrafter) and drafter.ids is None and speculation.fixed:

@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from drafters.ngram import NGramDrafter
 from eval.methods import EncodedPrompt, Method, Outcome, Request, through_stop
+
+if TYPE_CHECKING:
+    from eval.grid import Speculation
 
 VLLM = "vllm"
 WORKER = Path(__file__).with_name("worker.py")
@@ -79,9 +81,7 @@ class Engine:
 
 
 @contextmanager
-def engines(
-    python: str, model: PreTrainedModel, ngram: NGramDrafter | None, draft_length: int, log: Path
-) -> Iterator[dict[str, Engine]]:
+def engines(python: str, model: PreTrainedModel, ngram: Speculation | None, log: Path) -> Iterator[dict[str, Engine]]:
     """vLLM on a copy of `model`'s weights, by row of the table: plain, and beside an n-gram drafter with vLLM's
     n-grams of the same sizes and draft length."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -94,12 +94,12 @@ def engines(
             "disable_log_stats": False,  # they say when the first token came
         }
         found = {VLLM: arguments}
-        if ngram is not None and draft_length:
+        if ngram is not None:
             speculation = {
                 "method": "ngram",
-                "num_speculative_tokens": draft_length,
-                "prompt_lookup_max": ngram.max_n,
-                "prompt_lookup_min": ngram.min_n,
+                "num_speculative_tokens": ngram.fixed,
+                "prompt_lookup_max": ngram.drafter.max_n,
+                "prompt_lookup_min": ngram.drafter.min_n,
             }
             found[f"{VLLM} + ngram"] = arguments | {"speculative_config": speculation}
         yield {name: stack.enter_context(Engine(python, log, given)) for name, given in found.items()}
