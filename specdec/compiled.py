@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from specdec import cpu_attention
 from specdec.attention import packed_attention, switched
 from specdec.cache import SlotCache
 from specdec.capture import HiddenContract, captured
@@ -87,8 +87,8 @@ class Graph:
         # of another model's, and its memory is freed with it.
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
         options = {"guard_filter_fn": _but_hooks}
-        if not self.frozen:
-            options["triton.cudagraphs"] = True
+        # Products with one input (q, k, v; gate and up) as one, and calls from C++: what lies between the operators.
+        options |= {"cpp.enable_concat_linear": True, "cpp_wrapper": True} if self.frozen else {"triton.cudagraphs": True}
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
         self._trace(target)
 
@@ -176,7 +176,6 @@ class _NoCache(Cache):
         return 0
 
 
-@torch.library.custom_op("specdec::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attend(
     query: Tensor,
     key: Tensor,
@@ -191,16 +190,32 @@ def attend(
     """[1, M', H, Dv] `packed_attention` of query [1, H, M', D], key and value [1, H_kv, M', D], over the step in flight
     under `number`; zeros past its M tokens. Called by `packed_attention` itself where that is compiled."""
     cache = _in_flight[number.item()]
-    step, M = cache.step, cache.step.input_ids.shape[1]
-    key, value = cache.layers[layer].update(key[:, :, :M], value[:, :, :M])
-    out, _ = packed_attention(
-        None, query[:, :, :M], key, value, None, scaling, specdec_step=step, sliding_window=window, softcap=softcap,
-        s_aux=sinks,
-    )  # fmt: skip
-    return pad(out, (0, 0, 0, 0, 0, query.shape[2] - M)).contiguous()
+    step, layer = cache.step, cache.layers[layer]
+    M = step.input_ids.shape[1]
+    out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    query, key, value = query[:, :, :M], key[:, :, :M], value[:, :, :M]
+    if cpu_attention.fits(step, query, value, softcap, sinks):
+        cpu_attention.attend(step, layer, query, key, value, out, scaling, window)
+    else:
+        keys, values = layer.update(key, value)
+        out[:, :M] = packed_attention(
+            None, query, keys, values, None, scaling, specdec_step=step, sliding_window=window, softcap=softcap,
+            s_aux=sinks,
+        )[0]  # fmt: skip
+    return out
 
 
-@attend.register_fake
+# Not `custom_op`, whose checks in every call take as long as the attention of a short row.
+_library = torch.library.Library("specdec", "DEF")
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor number, int layer, float? scaling, int? window, "
+    "float? softcap, Tensor? sinks) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_library.impl("attend", attend, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("specdec::attend", lib=_library)
 def _(query, key, value, number, layer, scaling, window, softcap, sinks):
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 

@@ -50,7 +50,8 @@ class Step:
     places, slots: n and S, the part of the cache that attention may see.
     grid_places, width: n' <= n and T of the grid; grid: [Md] the cell (place * T + t) of packed tokens 0..Md-1.
     cell_slots: [n' * T] slot of each cell's token; 0 in empty cells, which then see slot 0 and stay finite.
-    chunks: (first, end, place, start) per prompt chunk: packed range, cache place, position of its first token.
+    rows, chunks: (first, end, place, start) per row in the grid and per prompt chunk: packed range, cache place, slot of
+           its first token.
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
     masked: [n', S] slots that no token of a place may see, or None where there are none.
@@ -70,6 +71,7 @@ class Step:
     width: int
     grid: Tensor
     cell_slots: Tensor
+    rows: list[tuple[int, int, int, int]]
     chunks: list[tuple[int, int, int, int]]
     first: dict[int, int]
     parents: Tensor | None = None
@@ -199,6 +201,7 @@ def pack(
         width=plan.width,
         grid=sent["grid"],
         cell_slots=sent["cell_slots"],
+        rows=plan.rows,
         chunks=plan.chunks,
         first=plan.first,
         parents=parents,
@@ -231,18 +234,17 @@ class _Plan:
         self.width = max((self._count(s) for s in in_grid), default=0)
         for name in self.SENT:
             setattr(self, name, [])
+        self.rows: list[tuple[int, int, int, int]] = []
         self.chunks: list[tuple[int, int, int, int]] = []
         self.first: dict[int, int] = {}
         self.cell_slots = [0] * (self.grid_places * self.width)
         self.scored_at = [range(0)] * len(scored)  # packed tokens to score, by row of the draft
         for segment in self.grid_segments:
             self._place_in_grid(segment)
-            self._add(segment)
+            self.rows.append(self._add(segment))
         for segment in segments:
             if segment not in in_grid:
-                first = len(self.ids)
-                self._add(segment)
-                self.chunks.append((first, len(self.ids), cache.place(segment.row), segment.start))
+                self.chunks.append(self._add(segment))
         for nodes in self.scored_at:
             node0 = len(self.keep)
             self.keep.extend(nodes)
@@ -257,22 +259,24 @@ class _Plan:
         self.grid.extend(range(cell, cell + count))
         self.cell_slots[cell : cell + count] = range(segment.start, segment.start + count)
 
-    def _add(self, segment: Segment) -> None:
+    def _add(self, segment: Segment) -> tuple[int, int, int, int]:
+        """See `Step.rows`."""
         known, total = len(segment.tokens), self._count(segment)
         first, root = len(self.ids), segment.start + known - 1
         self.first[segment.row] = first
         self.ids.extend(segment.tokens.tolist())
         self.ids.extend([0] * (total - known))  # drafted tokens are on the device: filled in there
         self.positions.extend(range(segment.start + segment.shift, segment.start + segment.shift + total))
-        self.token_places.extend([self.cache.place(segment.row)] * total)
+        place = self.cache.place(segment.row)
+        self.token_places.extend([place] * total)
         self.token_slots.extend(range(segment.start, segment.start + total))
-        if not segment.scored:
-            return
-        b = self.order[segment.row]
-        self.draft_at.extend(range(first + known, first + total))
-        self.draft_from.extend(range(b * self.N, b * self.N + total - known))
-        self.draft_root.extend([root + segment.shift] * (total - known))
-        self.scored_at[b] = range(first + known - 1, first + total)
+        if segment.scored:
+            b = self.order[segment.row]
+            self.draft_at.extend(range(first + known, first + total))
+            self.draft_from.extend(range(b * self.N, b * self.N + total - known))
+            self.draft_root.extend([root + segment.shift] * (total - known))
+            self.scored_at[b] = range(first + known - 1, first + total)
+        return first, first + total, place, segment.start
 
     def send(self, device: torch.device) -> dict[str, Tensor]:
         """All index lists on the device by name, in one copy."""

@@ -1,0 +1,96 @@
+"""Attention of decoding rows on a CPU as one C++ function, for compiled forwards (which need a C++ compiler anyway).
+
+Beside `packed_attention`, whose result it has: that one spends most of a short row's time between torch's operators,
+and walks a row's keys once for each of its tokens. The function, in cpu_attention.cpp, writes the step's keys and
+values to their slots and attends for all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+from specdec.cache import SlotLayer
+from specdec.step import Step
+
+logger = logging.getLogger("specdec")
+
+SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+LANES = 16  # head sizes are multiples of it
+LARGEST = 12_000  # tokens x slots: more is bound by arithmetic, at which torch's own is as good
+_TENSOR, _COUNT = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = [_TENSOR, _COUNT, _COUNT] * 5 + [_COUNT] * 5 + [ctypes.c_double, _TENSOR] + [_COUNT] * 3 + [_TENSOR] * 3
+ARGUMENTS += [_COUNT, _TENSOR]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, which torch keeps on disk; None, logged once, where they cannot be compiled."""
+    try:
+        found = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-ffp-contract=fast",), needs_vec_isa=True)
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning("attention runs through torch's operators, as its C++ cannot be compiled here: %s", reason)
+        return None
+    for function in (found.attend_float32, found.attend_bfloat16):
+        function.argtypes, function.restype = ARGUMENTS, None
+    return found
+
+
+def fits(step: Step, query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether `attend` can run this step, and faster: decoding rows alone, on a CPU, not to be run one by one, in a
+    dtype and of head sizes that it has."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.bfloat16)
+        and softcap is None
+        and sinks is None
+        and step.apart is None
+        and not step.chunks
+        and len(step.grid) * step.slots <= LARGEST
+        and query.shape[3] % LANES == value.shape[3] % LANES == 0
+        and library() is not None
+    )
+
+
+def attend(
+    step: Step,
+    layer: SlotLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> None:
+    """Writes key and value [1, H_kv, M, D or Dv] to their slots of `layer`, then the attention of query [1, H, M, D] to
+    out [1, M or more, H, Dv].   scaling: None for 1 / sqrt(D).   window: see `Step.visible`."""
+    if window is not None:
+        step.windows.add(window)
+    if not layer.is_initialized:
+        layer.lazy_initialization(key, value)
+    query, key, value = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    H_kv, D, Dv = key.shape[1], key.shape[3], value.shape[3]
+    causal = step.parents is None and step.masked is None
+    visible = None if causal else step.visible(window).contiguous()
+    rows = np.array(step.rows, dtype=np.int64)
+    function = getattr(library(), f"attend_{str(query.dtype).removeprefix('torch.')}")
+    function(
+        query.data_ptr(), query.stride(1), query.stride(2),
+        key.data_ptr(), key.stride(1), key.stride(2),
+        value.data_ptr(), value.stride(1), value.stride(2),
+        layer.keys.data_ptr(), layer.keys.stride(0), layer.keys.stride(1),
+        layer.values.data_ptr(), layer.values.stride(0), layer.values.stride(1),
+        H_kv, query.shape[1] // H_kv, D, Dv, window or 0, D**-0.5 if scaling is None else scaling,
+        None if visible is None else visible.data_ptr(), step.width, step.slots,
+        len(step.token_places), step.token_places.data_ptr(), step.token_slots.data_ptr(),
+        rows.ctypes.data, len(rows), out.data_ptr(),
+    )  # fmt: skip
