@@ -26,6 +26,7 @@ from eval.folder import Folder
 from eval.methods import EncodedPrompt, FirstTokens, check_room, left_padded
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
+from eval.timing import quartiles
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
@@ -213,10 +214,10 @@ def _summary(category: str, batch_size: int, speeds: Sequence[Mapping[str, float
         "batch_size": batch_size,
         "rounds": len(speeds),
         "plain_tokens_per_second": medians[PLAIN],
-        "of_plain": _quartiles([one[LEARNED] / one[PLAIN] for one in speeds]),
+        "of_plain": quartiles([one[LEARNED] / one[PLAIN] for one in speeds]),
         "best_length": best,
         "best_of_plain": float(np.median([one[best] / one[PLAIN] for one in speeds])),
-        "of_best": _quartiles([one[LEARNED] / one[best] for one in speeds]),
+        "of_best": quartiles([one[LEARNED] / one[best] for one in speeds]),
     }
 
 
@@ -233,11 +234,6 @@ def worst(cells: Sequence[Mapping[str, Any]]) -> str:
     return "learned lengths reach, " + "; ".join(parts)
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
-    """25%, median, 75%."""
-    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-
-
-def _shown(quartiles: Sequence[float]) -> str:
-    low, median, high = quartiles
+def _shown(found: Sequence[float]) -> str:
+    low, median, high = found
     return f"{median:.3f} ({low:.3f} - {high:.3f})"

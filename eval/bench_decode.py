@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from eval.launches import launches
 from eval.plan.show import Columns
 from eval.plan.steady import Steady, steady, warm
 from eval.theory import ideal_speedup
+from eval.timing import quartiles
 from specdec.contracts import Drafter
 from specdec.stats import PHASES
 
@@ -83,7 +83,7 @@ def ideal(run: Steady, plain: Steady) -> float:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    low, median, high = quartiles(values)
     return {name: median, f"{name}_quartiles": [low, high]}
 
 
