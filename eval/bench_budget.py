@@ -65,6 +65,15 @@ class Round:
         return self.round, self.category, self.batch_size
 
 
+def round_of(fields: dict[str, Any]) -> Round:
+    """A line of results.jsonl. Raises TypeError or ValueError for other fields and other methods' speeds."""
+    one = Round(**fields)
+    speeds = one.tokens_per_second
+    if not isinstance(speeds, dict) or speeds.keys() != METHODS.keys() or not min(speeds.values()) > 0:
+        raise ValueError(f"the speeds are {speeds!r}: there must be a positive one of each method")
+    return one
+
+
 def run(
     *,
     target: str,
@@ -97,7 +106,7 @@ def run(
         "target": target, "drafter": drafter, "dtype": dtype, "device": device, "max_new_tokens": max_new_tokens,
         "raw": raw,
     }  # fmt: skip
-    folder = Folder(out, result=lambda fields: Round(**fields))
+    folder = Folder(out, result=round_of)
     folder.check(settings, resume)
     loaded = load_target(target, dtype, device)
     texts = by_category(loaded.tokenizer, loaded.model, raw)
