@@ -15,7 +15,7 @@ from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
 SETTINGS = {
     "target": "", "drafter": "ngram", "dtype": "", "device": "", "batch_sizes": [2], "max_new_tokens": 5,
-    "repeats": 1, "raw": True, "resume": False, "as_json": True,
+    "repeats": 1, "raw": True, "resume": False, "compile": False, "as_json": True,
 }  # fmt: skip
 TEXTS = {"copies": [[1, 2, 3] * 4, [4, 5] * 6], RANDOM: [[9, 8, 7]]}
 
