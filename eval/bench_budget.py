@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import specdec
+from eval.ahead import compile_ahead, with_seconds
 from eval.environment import described
 from eval.folder import Folder
 from eval.methods import EncodedPrompt, FirstTokens, check_room, left_padded
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
+from eval.timing import quartiles
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
@@ -50,18 +52,30 @@ COLUMNS: Columns = {
 
 @dataclass(frozen=True)
 class Round:
-    """A line of results.jsonl: tokens per second of every method, on the same prompts in turn."""
+    """A line of results.jsonl: tokens per second of every method, on the same prompts in turn.
+
+    compile_seconds: of compiling before this round, in no speed."""
 
     category: str
     batch_size: int
     round: int
     tokens_per_second: dict[str, float]
+    compile_seconds: float = 0.0
     id: str = ""
     rows: int = 1  # lines of the job, for `Folder`
 
     @property
     def job(self) -> tuple[int, str, int]:
         return self.round, self.category, self.batch_size
+
+
+def round_of(fields: dict[str, Any]) -> Round:
+    """A line of results.jsonl. Raises TypeError or ValueError for other fields and other methods' speeds."""
+    one = Round(**fields)
+    speeds = one.tokens_per_second
+    if not isinstance(speeds, dict) or speeds.keys() != METHODS.keys() or not min(speeds.values()) > 0:
+        raise ValueError(f"the speeds are {speeds!r}: there must be a positive one of each method")
+    return one
 
 
 def run(
@@ -74,6 +88,7 @@ def run(
     max_new_tokens: int,
     repeats: int,
     raw: bool,
+    compile: bool,
     out: Path,
     resume: bool,
     as_json: bool,
@@ -81,9 +96,9 @@ def run(
     """Run what `out` does not hold yet, a line of its results.jsonl per round, then print a table, or with `as_json`
     one JSON object and nothing else.
 
-    repeats: rounds per category and batch size.   raw: without the chat template.
+    repeats: rounds per category and batch size.   raw: without the chat template.   compile: as in `specdec.generate`.
     Raises ValueError for sizes below 1 or given twice, for prompts that do not fit the target's positions and as
-    `eval.folder.Folder` does."""
+    `eval.folder.Folder` does, and NotImplementedError for a target that cannot be compiled."""
     if min(*batch_sizes, repeats) < 1 or max_new_tokens < 2 or len(set(batch_sizes)) < len(batch_sizes):
         raise ValueError(
             f"--batch-sizes are {list(batch_sizes)}, --repeats {repeats} and --max-new-tokens {max_new_tokens}: give "
@@ -94,9 +109,9 @@ def run(
         raise ValueError(f"drafter {drafter!r} has a length of its own: leave it out, lengths are what is compared")
     settings = {
         "target": target, "drafter": drafter, "dtype": dtype, "device": device, "max_new_tokens": max_new_tokens,
-        "raw": raw,
+        "raw": raw, "compile": compile,
     }  # fmt: skip
-    folder = Folder(out, result=lambda fields: Round(**fields))
+    folder = Folder(out, result=round_of)
     folder.check(settings, resume)
     loaded = load_target(target, dtype, device)
     texts = by_category(loaded.tokenizer, loaded.model, raw)
@@ -110,15 +125,21 @@ def run(
     folder.write_json("environment.json", about)
     loaded.model.generation_config.eos_token_id = None  # rows of unequal lengths would make the batch another one
     jobs = list(missing(texts, batch_sizes, repeats, done))
+    compile_seconds = compile_ahead(loaded.model, drafts, compile and bool(jobs))
     for job in track(jobs, "rounds", console=Console(stderr=True)):
-        done.append(measured(loaded.model, drafts, texts, *job, max_new_tokens))
+        one = measured(loaded.model, drafts, texts, *job, max_new_tokens, compile)
+        done.append(replace(one, compile_seconds=compile_seconds))
         folder.append(done[-1:])
+        compile_seconds = 0.0
     cells = summaries([one for one in done if one.batch_size in batch_sizes])
-    folder.write_json("budget.json", {"environment": about, **settings, "cells": cells})
+    compile_seconds = sum(one.compile_seconds for one in done)  # before a kill too
+    found = {"environment": about, **settings, "compile_seconds": compile_seconds, "cells": cells}
+    folder.write_json("budget.json", found)
     if as_json:
         print((out / "budget.json").read_text())
         return
-    print(f"{loaded.description}: drafter {drafter}, {max_new_tokens} tokens per request, medians and quartiles")
+    named = with_seconds(loaded.description, compile_seconds)
+    print(f"{named}: drafter {drafter}, {max_new_tokens} tokens per request, medians and quartiles")
     plain_console().print(as_table(cells, COLUMNS, section="category"))
     print(worst(cells))
 
@@ -151,15 +172,16 @@ def measured(
     category: str,
     batch_size: int,
     max_new_tokens: int,
+    compile: bool,
 ) -> Round:
     """Every method once, after a short run that does not count. Rounds begin with other prompts and other methods; the
     prompts of a category start over where the batch is larger."""
     prompts = texts[category]
     chosen = [list(prompts[(round * batch_size + row) % len(prompts)]) for row in range(batch_size)]
-    decode_speed(model, chosen, drafter, METHODS[LEARNED], min(4, max_new_tokens))
+    decode_speed(model, chosen, drafter, METHODS[LEARNED], min(4, max_new_tokens), compile)
     found = {}
     for method in order(round):
-        found[method] = decode_speed(model, chosen, drafter, METHODS[method], max_new_tokens)
+        found[method] = decode_speed(model, chosen, drafter, METHODS[method], max_new_tokens, compile)
     return Round(category, batch_size, round, {method: found[method] for method in METHODS})
 
 
@@ -176,6 +198,7 @@ def decode_speed(
     drafter: Drafter,
     draft_length: int | None,
     max_new_tokens: int,
+    compile: bool,
 ) -> float:
     """Tokens per second after every row has its first."""
     input_ids, mask = left_padded(prompts, 0, model.device)
@@ -190,6 +213,7 @@ def decode_speed(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=0,
+        compile=compile,
     ).cpu()
     seconds = time.perf_counter() - first.started
     return (output[:, input_ids.shape[1] :].numel() - first.tokens) / (seconds - first.seconds)
@@ -213,10 +237,10 @@ def _summary(category: str, batch_size: int, speeds: Sequence[Mapping[str, float
         "batch_size": batch_size,
         "rounds": len(speeds),
         "plain_tokens_per_second": medians[PLAIN],
-        "of_plain": _quartiles([one[LEARNED] / one[PLAIN] for one in speeds]),
+        "of_plain": quartiles([one[LEARNED] / one[PLAIN] for one in speeds]),
         "best_length": best,
         "best_of_plain": float(np.median([one[best] / one[PLAIN] for one in speeds])),
-        "of_best": _quartiles([one[LEARNED] / one[best] for one in speeds]),
+        "of_best": quartiles([one[LEARNED] / one[best] for one in speeds]),
     }
 
 
@@ -233,11 +257,6 @@ def worst(cells: Sequence[Mapping[str, Any]]) -> str:
     return "learned lengths reach, " + "; ".join(parts)
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
-    """25%, median, 75%."""
-    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-
-
-def _shown(quartiles: Sequence[float]) -> str:
-    low, median, high = quartiles
+def _shown(found: Sequence[float]) -> str:
+    low, median, high = found
     return f"{median:.3f} ({low:.3f} - {high:.3f})"

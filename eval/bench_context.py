@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,30 +19,33 @@ from drafters.ngram import NGramDrafter
 from eval.endless import endless
 from eval.memory import FullDrafts, beside_cache, weight_bytes
 from eval.plan.show import Columns
-from eval.plan.steady import PhasedBatch, PhasedTarget
+from eval.plan.steady import PhasedBatch
 from eval.timing import in_ms, spread, synchronize
-from specdec import attention
+from specdec import attention, compiled
 from specdec.loop import Batch
 from specdec.stats import PHASES
+from specdec.target import Target
 
+BESIDES = 2  # steps beside those that count: one to warm up, one to look at memory
 PARTS = ("attention", "rest of the forward", *(phase for phase in PHASES if phase != "forward"))
 COLUMNS: Columns = {
     "rows": lambda row: str(row["rows"]),
     "context": lambda row: f"{row['context']:,}",
     **{part: lambda row, part=part: in_ms(row[part]) for part in PARTS},
     "cache": lambda row: f"{row['cache_bytes'] / 1e6:,.1f} MB",
-    "a step beside it": lambda row: f"{row['step_bytes'] / 1e6:,.1f} MB",
+    "a step beside it": lambda row: "-" if row["step_bytes"] is None else f"{row['step_bytes'] / 1e6:,.1f} MB",
 }
 
 
 @torch.no_grad()
 def measure(
-    model: PreTrainedModel, B: int, draft_length: int, contexts: Sequence[int], repeats: int
+    model: PreTrainedModel, B: int, draft_length: int, contexts: Sequence[int], repeats: int, compile: bool = False
 ) -> list[dict[str, Any]]:
     """One row per context: seconds of each of PARTS, and bytes. Batches of all contexts are stepped in turn, with full
-    n-gram drafts. Raises ValueError where a context and its steps are past the model's positions."""
-    steps = repeats + 2  # one to warm up, one to look at memory
-    batches = {context: filled(model, B, draft_length, context, steps) for context in contexts}
+    n-gram drafts. compile: the forwards are compiled; what a compiled step holds does not show, so `step_bytes` is
+    None. `check` first what is too long."""
+    steps = repeats + BESIDES
+    batches = {context: filled(model, B, draft_length, context, steps, compile) for context in contexts}
     seconds: dict[int, dict[str, list[float]]] = {context: {part: [] for part in PARTS} for context in contexts}
     for number in range(repeats + 1):
         for context, batch in batches.items():
@@ -54,7 +58,7 @@ def measure(
             "rows": B,
             "context": context,
             **{part: spread(seconds[context][part]) for part in PARTS},
-            "step_bytes": beside_cache(batch),
+            "step_bytes": None if compile else beside_cache(batch),
             "cache_bytes": batch.cache.nbytes,
             "slots": batch.cache.capacity + 1,
             "bytes_per_slot": batch.cache.nbytes / (B * (batch.cache.capacity + 1)),
@@ -64,17 +68,23 @@ def measure(
     ]
 
 
-def filled(model: PreTrainedModel, B: int, draft_length: int, context: int, steps: int) -> Batch:
+def check(model: PreTrainedModel, draft_length: int, contexts: Sequence[int], repeats: int) -> None:
+    """Raises ValueError where a context and its steps are past the model's positions."""
+    most, room = Target(model).max_positions, (repeats + BESIDES) * (draft_length + 1)
+    for context in contexts:
+        if most is not None and context + room > most:
+            raise ValueError(
+                f"a context of {context} tokens with {room} more for the steps is past the model's {most} positions: "
+                f"give shorter --contexts"
+            )
+
+
+def filled(model: PreTrainedModel, B: int, draft_length: int, context: int, steps: int, compile: bool = False) -> Batch:
     """A batch whose rows have `context` tokens cached and decode from there."""
-    target = PhasedTarget(model)
-    room = steps * (draft_length + 1)
-    if target.max_positions is not None and context + room > target.max_positions:
-        raise ValueError(
-            f"a context of {context} tokens with {room} more for the steps is past the model's {target.max_positions} "
-            f"positions: give shorter --contexts"
-        )
+    target, room = Target(model), steps * (draft_length + 1)
     texts = np.random.default_rng(0).integers(0, target.vocab_size, (B, context + 1))
     batch = endless(target, FullDrafts(NGramDrafter()), draft_length, list(texts), 2 * room, PhasedBatch)
+    target.compile(batch.needs_hidden, on=compile)
     batch.admit()
     batch.cache.reserve(context + room)
     for request in batch.requests:
@@ -85,7 +95,7 @@ def filled(model: PreTrainedModel, B: int, draft_length: int, context: int, step
 def timed_step(batch: Batch) -> dict[str, float]:
     """Seconds of one step by PARTS."""
     before = dict(batch.stats.seconds)
-    with attention_timed(batch.target.device) as in_attention:
+    with attention_timed(batch.target) as in_attention:
         batch.step()
     phases = {phase: batch.stats.seconds[phase] - before[phase] for phase in PHASES}
     forward, spent = phases.pop("forward"), in_attention()
@@ -93,21 +103,28 @@ def timed_step(batch: Batch) -> dict[str, float]:
 
 
 @contextmanager
-def attention_timed(device: torch.device) -> Iterator[Callable[[], float]]:
-    """Time every call of packed attention; what is handed out gives their seconds in all."""
+def attention_timed(target: Target) -> Iterator[Callable[[], float]]:
+    """Time attention in the target's forwards; what is handed out gives its seconds in all.
+
+    That is every call of packed attention, or, where it is compiled, of the operator in its place, which stores keys
+    and values too."""
     marks: list[tuple[Any, Any]] = []
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = _now(device)
-        result = attention.packed_attention(*args, **kwargs)
-        marks.append((started, _now(device)))
-        return result
+    def timed(function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = _now(target.device)
+            result = function(*args, **kwargs)
+            marks.append((started, _now(target.device)))
+            return result
 
-    AttentionInterface.register(attention.NAME, timed)
-    try:
-        yield lambda: sum(_between(device, *pair) for pair in marks)
-    finally:
-        AttentionInterface.register(attention.NAME, attention.packed_attention)
+        return call
+
+    if target.graph is None:
+        table, functions = AttentionInterface._global_mapping, {attention.NAME: attention.packed_attention}
+    else:
+        table = functions = compiled.attend._backend_fns  # in which torch looks at each call
+    with patch.dict(table, {name: timed(function) for name, function in functions.items()}):
+        yield lambda: sum(_between(target.device, *pair) for pair in marks)
 
 
 def _now(device: torch.device) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
-from eval.launches import launches
+from eval.launches import launches, shown
 from eval.plan.show import Columns
 from eval.plan.steady import Steady, steady, warm
 from eval.theory import ideal_speedup
+from eval.timing import quartiles
 from specdec.contracts import Drafter
 from specdec.stats import PHASES
 
@@ -30,8 +30,8 @@ COLUMNS: Columns = {
     },
     "speed-up": lambda row: _ratio(row, "speedup"),
     "of ideal": lambda row: _ratio(row, "achieved_of_ideal"),
-    "launches": lambda row: str(row["launches"]),
-    "syncs": lambda row: str(row["syncs"]),
+    "launches": lambda row: shown(row["launches"]),
+    "syncs": lambda row: shown(row["syncs"]),
 }
 
 
@@ -43,18 +43,23 @@ def measure(
     batch_sizes: Sequence[int],
     steps: int,
     repeats: int,
+    compile: bool = False,
 ) -> list[dict[str, Any]]:
-    """Two rows per batch size, plain decoding and the drafter, on its first prompts."""
+    """Two rows per batch size, plain decoding and the drafter, on its first prompts. compile: the target's forwards are
+    compiled, the drafter's as it is set to."""
     methods = {"plain": (None, 0), drafter.name: (drafter, draft_length)}
     rows = []
     for B in batch_sizes:
         runs: dict[str, list[Steady]] = {name: [] for name in methods}
+        if compile:  # on CUDA a graph is recorded at every size that it meets, which is to happen here
+            for method in methods.values():
+                steady(model, *method, prompts[:B], steps, compile)
         for _ in range(repeats):
             for name, method in methods.items():
-                runs[name].append(steady(model, *method, prompts[:B], steps))
+                runs[name].append(steady(model, *method, prompts[:B], steps, compile))
         for name, method in methods.items():
-            with warm(model, *method, prompts[:B], steps=2) as batch:
-                calls = launches(batch.step, model.device)
+            with warm(model, *method, prompts[:B], 2, compile) as batch:
+                calls = launches(batch.step, model.device, compile)
             rows.append({"rows": B, "method": name, **summary(runs[name], runs["plain"]), **calls})
     return rows
 
@@ -83,7 +88,7 @@ def ideal(run: Steady, plain: Steady) -> float:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    low, median, high = quartiles(values)
     return {name: median, f"{name}_quartiles": [low, high]}
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from eval.ahead import compile_ahead, with_seconds
 from eval.environment import described
-from eval.launches import launches
-from eval.plan.measure import forward_calls, measure_device
+from eval.launches import launches, shown
+from eval.plan.measure import check_grid, forward_calls, measure_device
 from eval.plan.shape import ModelShape, shape_of
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
@@ -24,6 +25,7 @@ from eval.timing import in_ms, interleaved, spread
 from specdec.cache import SlotCache
 from specdec.compat import cache_argument
 from specdec.models import load_target
+from specdec.target import Target
 
 COLUMNS: Columns = {
     "rows": lambda point: str(point["rows"]),
@@ -33,8 +35,8 @@ COLUMNS: Columns = {
     "of bandwidth": lambda point: f"{point['floor_share']:.0%}",
     "HF's ms": lambda point: in_ms(point["hf"]),
     "HF / packed": lambda point: f"{point['hf']['seconds'] / point['packed']['seconds']:.2f}",
-    "launches": lambda point: str(point["launches"]),
-    "syncs": lambda point: str(point["syncs"]),
+    "launches": lambda point: shown(point["launches"]),
+    "syncs": lambda point: shown(point["syncs"]),
     "HF's launches": lambda point: str(point["hf_launches"]),
 }
 
@@ -49,33 +51,47 @@ def run(
     context: int,
     repeats: int,
     bandwidth: float | None,
+    compile: bool,
     as_json: bool,
 ) -> None:
     """Measure and print a table, or with `as_json` one JSON object and nothing else.
 
-    bandwidth: bytes/s that the floor is taken at; None measures a copy (bytes read and written).
-    Raises ValueError for sizes that cannot be measured."""
+    bandwidth: bytes/s that the floor is taken at; None measures a copy (bytes read and written).   compile: our forward
+    is compiled; HF's is as ever.
+    Raises ValueError for sizes that cannot be measured, and NotImplementedError for a target that cannot be compiled.
+    """
     if repeats < 1 or (bandwidth is not None and not bandwidth > 0):
         raise ValueError(f"--repeats is {repeats} and --bandwidth {bandwidth}: give positive numbers")
     loaded = load_target(target, dtype, device)
     model = loaded.model
+    check_grid(batch_sizes, widths, [context], Target(model).max_positions)
+    compile_seconds = compile_ahead(model, None, compile)
     given = bandwidth or measure_device(model.device, model.dtype).bandwidth
-    points = measure(model, batch_sizes, widths, context, repeats, given)
+    points = measure(model, batch_sizes, widths, context, repeats, given, compile)
     if as_json:
-        about = {"environment": described(loaded, {}), "bandwidth": given, "context": context, "repeats": repeats}
+        settings = {"bandwidth": given, "context": context, "repeats": repeats, "compile": compile}
+        about = {"environment": described(loaded, {}), **settings, "compile_seconds": compile_seconds}
         print(json.dumps({**about, "points": points}, indent=2))
         return
-    print(f"{loaded.description}: {context} tokens of context, floor at {given / 1e9:.1f} GB/s")
+    named = with_seconds(loaded.description, compile_seconds)
+    print(f"{named}: {context} tokens of context, floor at {given / 1e9:.1f} GB/s")
     plain_console().print(as_table(points, COLUMNS, section="rows"))
 
 
 @torch.no_grad()
 def measure(
-    model: PreTrainedModel, rows: Sequence[int], widths: Sequence[int], context: int, repeats: int, bandwidth: float
+    model: PreTrainedModel,
+    rows: Sequence[int],
+    widths: Sequence[int],
+    context: int,
+    repeats: int,
+    bandwidth: float,
+    compile: bool,
 ) -> list[dict[str, Any]]:
     """Every point of the grid, ours and HF's forward in turn."""
-    calls, cache = forward_calls(model, rows, widths, [context], repeats + 4)
-    next(iter(calls.values()))()  # makes the cache's buffers; `interleaved` and `launches` warm up, and one is counted
+    calls, cache = forward_calls(model, rows, widths, [context], repeats + 4, compile)
+    for call in calls.values():  # makes the cache's buffers; on CUDA a graph is slow the first two times at a size
+        call()
     ours = {("packed", place): call for place, call in calls.items()}
     theirs = {("hf", place): hf_forward(model, cache, *place) for place in calls}
     seconds = interleaved(ours | theirs, repeats, model.device)
@@ -87,7 +103,7 @@ def measure(
             **{kind: spread(seconds[kind, place]) for kind in ("packed", "hf")},
             **floor(shape, place, spread(seconds["packed", place])["seconds"], bandwidth),
             **{f"hf_{key}": n for key, n in launches(theirs["hf", place], model.device).items()},
-            **launches(ours["packed", place], model.device),
+            **launches(ours["packed", place], model.device, compile),
         }
         for place in calls
     ]

@@ -43,16 +43,20 @@ COLUMNS: Columns = {
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, B: int, N: int, context: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per part, with its share of the forward. context: cached tokens per row. Raises ValueError for sizes that
-    cannot be measured."""
-    parts = operations(model, B, N, context, repeats)
+def measure(
+    model: PreTrainedModel, B: int, N: int, context: int, repeats: int, compile: bool = False
+) -> list[dict[str, Any]]:
+    """One row per part, with its share of the forward. context: cached tokens per row. compile: the forward is
+    compiled. Raises ValueError for sizes that cannot be measured."""
+    parts = operations(model, B, N, context, repeats, compile)
     seconds = interleaved(parts, repeats, model.device)
     forward = statistics.median(seconds[FORWARD])
     return [summary(part, seconds[part], forward) for part in parts]
 
 
-def operations(model: PreTrainedModel, B: int, N: int, context: int, repeats: int) -> dict[str, Callable[[], Any]]:
+def operations(
+    model: PreTrainedModel, B: int, N: int, context: int, repeats: int, compile: bool
+) -> dict[str, Callable[[], Any]]:
     """Every part by name, bound to its inputs: the target's forward first, to be called in `interleaved` rounds."""
     V = Target(model).vocab_size
     logits, q_logits = peaked(B, N, V, model.device)
@@ -60,7 +64,7 @@ def operations(model: PreTrainedModel, B: int, N: int, context: int, repeats: in
     one_hot = Draft(tokens, [N] * B)
     with_q = Draft(tokens, [N] * B, q_logits=q_logits, q_logz=q_logits.logsumexp(-1))
     scores = Scores(logits, torch.arange(B * (N + 1), device=model.device).view(B, N + 1))
-    calls, _ = forward_calls(model, [B], [N + 1], [context], repeats + 1)
+    calls, _ = forward_calls(model, [B], [N + 1], [context], repeats + 1, compile)
     parts: dict[str, Callable[[], Any]] = {FORWARD: calls[B, N + 1, context]}
     for rule, takes_q in RULES.items():
         parts[f"verify: {rule}"] = partial(verify, rule.partition(",")[0], with_q if takes_q else one_hot, scores)

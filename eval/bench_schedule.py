@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import specdec
+from eval.ahead import compile_ahead, with_seconds
 from eval.environment import described
 from eval.hf import hf_method
 from eval.methods import EncodedPrompt, Request, check_room
@@ -67,13 +68,15 @@ def run(
     max_new_tokens: int,
     chunk: int,
     repeats: int,
+    compile: bool,
     as_json: bool,
 ) -> None:
     """Run and print a table, or with `as_json` one JSON object and nothing else.
 
     prompts: JSONL file, None = the built-in ones.   limit: how many requests; where there are fewer prompts they start
-    over.   chunk: most prompt tokens per step of `stream_batch`.   Raises ValueError for sizes below 1 and for requests
-    that do not fit the target's positions."""
+    over.   chunk: most prompt tokens per step of `stream_batch`.   compile: forwards of `stream_batch` are compiled.
+    Raises ValueError for sizes below 1 and for requests that do not fit the target's positions, and NotImplementedError
+    for a target that cannot be compiled."""
     if min(limit, max_batch, chunk, repeats) < 1:
         raise ValueError(
             f"--limit, --max-batch, --chunk and --repeats are {limit}, {max_batch}, {chunk} and {repeats}: give at "
@@ -88,10 +91,15 @@ def run(
     requests = [EncodedPrompt(n, str(n), "", tokens) for n, tokens in zip(range(limit), texts, strict=False)]
     check_room(model, requests, max_new_tokens)
     drafts = build_drafter(spec, loaded)
+    compile_seconds = compile_ahead(model, drafts, compile)
+
+    def streamed(drafter: Drafter, length: int | None) -> Callable[[Sequence[EncodedPrompt], int], Outcome]:
+        return lambda some, tokens: stream(model, some, max_batch, tokens, chunk, drafter, length, compile)
+
     methods = {
         STATIC: lambda some, tokens: static(model, some, max_batch, tokens),
-        "stream, plain": lambda some, tokens: stream(model, some, max_batch, tokens, chunk, NoDrafts(), 1),
-        f"stream, {drafter}": lambda some, tokens: stream(model, some, max_batch, tokens, chunk, drafts, spec.length),
+        "stream, plain": streamed(NoDrafts(), 1),
+        f"stream, {drafter}": streamed(drafts, spec.length),
     }
     for method in methods.values():  # to be warm
         method(requests[:max_batch], min(WARM_UP_TOKENS, max_new_tokens))
@@ -99,9 +107,11 @@ def run(
     rows = summaries(in_turns(calls, repeats))
     if as_json:
         settings = {"max_batch": max_batch, "max_new_tokens": max_new_tokens, "chunk": chunk, "repeats": repeats}
+        settings |= {"compile": compile, "compile_seconds": compile_seconds}
         print(json.dumps({"environment": described(loaded, {drafter: drafts}), **settings, "rows": rows}, indent=2))
         return
-    print(f"{loaded.description}: {limit} requests, {max_batch} rows, up to {max_new_tokens} tokens, chunks of {chunk}")
+    named = with_seconds(loaded.description, compile_seconds)
+    print(f"{named}: {limit} requests, {max_batch} rows, up to {max_new_tokens} tokens, chunks of {chunk}")
     plain_console().print(as_table(rows, COLUMNS, section="requests"))
     print(f"to be reached: {FASTER} of static batches, p95 / median at most {STEADY}")
 
@@ -133,6 +143,7 @@ def stream(
     chunk: int,
     drafter: Drafter,
     draft_length: int | None,
+    compile: bool = False,
 ) -> Outcome:
     """`specdec.stream_batch`, watched."""
     watched = Watched(drafter)
@@ -145,6 +156,7 @@ def stream(
         draft_length=draft_length,
         max_new_tokens=max_new_tokens,
         prefill_chunk_size=chunk,
+        compile=compile,
         do_sample=False,
     ):
         tokens[done.index] = done.tokens.tolist()

@@ -15,11 +15,13 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and thei
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
-def launches(call: Callable[[], Any], device: torch.device) -> dict[str, int]:
+def launches(call: Callable[[], Any], device: torch.device, compiled: bool = False) -> dict[str, int | None]:
     """`launches` and `syncs` of one call, after one that does not count.
 
     On CUDA by torch's profiler; on a CPU the aten operations that are no views, and the reads and copies that would
-    wait for a device."""
+    wait for a device: None of both where the call runs `compiled` code, whose operations do not show."""
+    if compiled and device.type != "cuda":
+        return {"launches": None, "syncs": None}
     call()
     if device.type != "cuda":
         with Work() as work:
@@ -37,3 +39,8 @@ def counted(calls: dict[str, int]) -> dict[str, int]:
     """`launches` and `syncs` among the profiler's events, which are given as how often each name occurred."""
     names = {"launches": LAUNCHES, "syncs": WAITS}
     return {kind: sum(n for key, n in calls.items() if key.startswith(of)) for kind, of in names.items()}
+
+
+def shown(count: int | None) -> str:
+    """For a table."""
+    return "-" if count is None else str(count)

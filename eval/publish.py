@@ -11,7 +11,7 @@ from eval.folder import Folder
 from eval.html import html
 from eval.report import markdown, plain_console, terminal_table
 from eval.runs import sound
-from eval.summary import categories, plain_across_batch_sizes, table
+from eval.summary import categories, compile_seconds, plain_across_batch_sizes, table
 
 SUMMARY = "summary.json"
 
@@ -29,6 +29,7 @@ def summarise(folder: Folder, complete: bool | None = None) -> dict[str, Any]:
     return {
         "rows": table(results),
         "complete": complete,
+        "compile_seconds": compile_seconds(results),
         "categories": categories(records),
         "plain_across_batch_sizes": plain_across_batch_sizes(records),
         "divergences": folder.read_json("divergences.json", unmeasured) if complete else unmeasured,

@@ -27,6 +27,7 @@ class Record:
     batch_prefill_seconds: from the call until every row has its first token; batch_prefill_tokens were emitted by then.
     batch_phases: seconds of the decode steps by phase and of "prefill", see `specdec.stats.Stats`.
     batch_audit_seconds: of "draft", what the evaluation itself took to look over the drafts; None without a drafter.
+    batch_compile_seconds: of the warm-up before this batch, what it compiled forwards for; in none of the other times.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Record:
     batch_decode_forwards: int | None
     batch_packed_tokens: int | None
     batch_syncs: int | None
+    batch_compile_seconds: float = 0.0
 
     @property
     def row(self) -> RowKey:
@@ -142,18 +144,20 @@ def execute(
         if job.row in broken:
             continue
         try:
+            compiling = 0.0
             if job.row not in warm:
-                job.method.generate(job.prompts, min(WARM_UP_TOKENS, max_new_tokens))
+                stats = job.method.generate(job.prompts, min(WARM_UP_TOKENS, max_new_tokens)).stats
+                compiling = 0.0 if stats is None else stats.compile_seconds
                 warm.add(job.row)
             outcome = job.method.generate(job.prompts, max_new_tokens)
         except Exception as error:  # whatever a drafter raises ends its own row and no other
             broken.add(job.row)
             write([failure(job, error)])
         else:
-            write(records(job, outcome))
+            write(records(job, outcome, compiling))
 
 
-def records(job: Job, outcome: Outcome) -> list[Record]:
+def records(job: Job, outcome: Outcome, compile_seconds: float) -> list[Record]:
     """One record per row of a finished job."""
     stats = outcome.stats
     return [
@@ -186,6 +190,7 @@ def records(job: Job, outcome: Outcome) -> list[Record]:
             batch_decode_forwards=stats and stats.decode_forwards,
             batch_packed_tokens=stats and stats.packed_tokens,
             batch_syncs=stats and stats.syncs,
+            batch_compile_seconds=compile_seconds,
         )
         for row, (prompt, tokens) in enumerate(zip(job.prompts, outcome.tokens, strict=True))
     ]

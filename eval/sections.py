@@ -89,7 +89,7 @@ def sections(summary: dict[str, Any]) -> list[Section]:
         _fidelity(summary["fidelity"]) if summary["fidelity"] else None,
         Section("Results", "", *cells(rows, MAIN), terms=MAIN_TERMS),
         Section("Acceptance", "", *cells(drafted, ACCEPTANCE), terms=ACCEPTANCE_TERMS) if drafted else None,
-        Section("Speed", "", *cells([row for row in rows if row["error"] is None], SPEED), terms=SPEED_TERMS),
+        _speed([row for row in rows if row["error"] is None], summary["compile_seconds"]),
         _categories([row for row in summary["categories"] if row["drafted_per_step"]]),
         Section(
             "Where decode steps spend their time",
@@ -119,6 +119,11 @@ def _fidelity(runs: Sequence[Row]) -> Section:
     )
     lines = [[run["run"], run["verdict"], *map(str, run["causes"].values())] for run in runs]
     return Section("Fidelity", text, ["run", "verdict", *total], lines)
+
+
+def _speed(rows: Sequence[Row], compile_seconds: float) -> Section:
+    text = f"Compiling took {compile_seconds:.0f} s, which is in no figure." if compile_seconds else ""
+    return Section("Speed", text, *cells(rows, SPEED), terms=SPEED_TERMS)
 
 
 def _categories(rows: Sequence[Row]) -> Section | None:

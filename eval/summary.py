@@ -101,6 +101,11 @@ def plain_across_batch_sizes(records: Iterable[Record]) -> list[dict[str, Any]]:
     return found
 
 
+def compile_seconds(results: Iterable[Record | Failure]) -> float:
+    """What compiling took in all, in every process and before a kill too."""
+    return sum({result.job: result.batch_compile_seconds for result in results if isinstance(result, Record)}.values())
+
+
 def _key(method: str, size: int, temperature: float, dtype: str) -> Row:
     return {"method": method, "batch_size": size, "temperature": temperature, "dtype": dtype}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -32,9 +31,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def quartiles(values: Sequence[float]) -> list[float]:
+    """25%, median, 75%."""
+    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+
+
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
     """Median and quartiles."""
-    return {"seconds": statistics.median(seconds), "quartiles": np.quantile(seconds, [0.25, 0.75]).tolist()}
+    low, median, high = quartiles(seconds)
+    return {"seconds": median, "quartiles": [low, high]}
 
 
 def in_ms(found: Mapping[str, Any]) -> str:

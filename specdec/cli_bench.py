@@ -11,6 +11,7 @@ from specdec.call_checks import check_draft_length
 from specdec.cli_options import (
     AsJson,
     BatchSizes,
+    Compile,
     Contexts,
     Device,
     Drafter,
@@ -49,6 +50,7 @@ def budget(
     raw: Raw = False,
     dtype: DType = "auto",
     device: Device = "auto",
+    compile: Compile = False,
     resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
@@ -69,6 +71,7 @@ def forward(
     ] = None,
     dtype: DType = "auto",
     device: Device = "auto",
+    compile: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the packed forward by rows and width, against the bytes it must read and HF's own forward."""
@@ -94,6 +97,7 @@ def step(
     raw: Raw = False,
     dtype: DType = "auto",
     device: Device = "auto",
+    compile: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the parts of a step beside the target's forward, where a real step's time goes, and what context adds."""
@@ -120,6 +124,7 @@ def schedule(
     repeats: Repeats = 3,
     dtype: DType = "auto",
     device: Device = "auto",
+    compile: Compile = False,
     as_json: AsJson = False,
 ) -> None:
     """Run many requests through a few rows, against Hugging Face's generate in static batches."""

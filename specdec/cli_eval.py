@@ -134,6 +134,7 @@ def fidelity(
     device: Device = "auto",
     limit: Limit = None,
     invariant: Invariant = False,
+    compile: Compile = False,
     skip_bad: SkipBad = False,
     resume: Resume = False,
     self_checked: Annotated[

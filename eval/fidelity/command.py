@@ -55,8 +55,8 @@ def run(
     spec = DrafterSpec.parse(chosen.drafter)
     if chosen.invariant:
         check_fits(spec.length)
-        if self_checked:
-            raise ValueError("--self-check injects its bugs into the default mode: leave --invariant out")
+    if self_checked and (chosen.invariant or chosen.compile):
+        raise ValueError("--self-check injects its bugs into the default mode: leave --invariant and --compile out")
     sources = load_prompts(chosen.prompts, chosen.limit, chosen.skip_bad)
     config = chosen.config(hashlib.sha256(repr(sources).encode()).hexdigest())
     folder = Folder(out, result=lambda fields: Result(**fields))
@@ -113,6 +113,7 @@ def build_ladder(
         seed=settings.seed,
         samples=settings.samples,
         invariant=settings.invariant,
+        compile=settings.compile,
     )
 
 

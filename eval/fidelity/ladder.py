@@ -83,6 +83,7 @@ class Ladder:
     verifier: makes the rule anew for each call, since a rule may remember its last draft.
     sampling: keyword arguments of `generate`.   stops: ids that end a request.   pad: fills up shorter rows.
     samples:  seeds of the last rung, from `seed` on.   invariant: run every rung in specdec's invariant mode.
+    compile:  run every rung through compiled forwards; what they are rescored by stays the model's own.
     """
 
     model: PreTrainedModel
@@ -98,6 +99,7 @@ class Ladder:
     seed: int = 0
     samples: int = 1
     invariant: bool = False
+    compile: bool = False
 
     @property
     def compares_tokens(self) -> bool:
@@ -154,6 +156,7 @@ class Ladder:
             request_ids=[prompt.number for prompt in prompts],
             return_stats=True,
             invariant=self.invariant,
+            compile=self.compile,
             **self._generate_arguments,
         )
         return Watched(recorder, stats, time.perf_counter() - started)
@@ -169,7 +172,9 @@ class Ladder:
 
     def scores_at_width(self, prompt: EncodedPrompt, tokens: Sequence[int]) -> torch.Tensor:
         """[T, V] processed scores before each of `tokens`, from forwards as wide as a verification's."""
-        raw = at_width(target_for(self.model, self.invariant), prompt.tokens, tokens, self.draft_length + 1)
+        target = target_for(self.model, self.invariant)
+        target.compile(None, on=self.compile)
+        raw = at_width(target, prompt.tokens, tokens, self.draft_length + 1)
         return processed(self.processors([prompt]), prompt.tokens, tokens, raw)
 
     @property

@@ -40,6 +40,7 @@ class Settings:
     raw: bool = False
     skip_bad: bool = False
     invariant: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_new_tokens", "samples"):

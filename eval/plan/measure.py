@@ -48,12 +48,18 @@ def measure_forwards(
 
 
 def forward_calls(
-    model: PreTrainedModel, rows: Sequence[int], widths: Sequence[int], contexts: Sequence[int], times: int
+    model: PreTrainedModel,
+    rows: Sequence[int],
+    widths: Sequence[int],
+    contexts: Sequence[int],
+    times: int,
+    compile: bool = False,
 ) -> tuple[dict[tuple[int, int, int], Callable[[], Any]], SlotCache]:
     """The target's packed forward at every (rows, width, context) of the grid, each to be called `times` times, and the
-    cache that they share. Raises ValueError as `measure_forwards` does."""
+    cache that they share. compile: through a compiled graph. Raises ValueError as `measure_forwards` does."""
     target = Target(model)
     check_grid(rows, widths, contexts, target.max_positions)
+    target.compile(None, on=compile)
     cache = target.new_cache()
     cache.admit(range(max(rows)))
     cache.reserve(max(contexts) + max(widths))

@@ -7,18 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.endless import endless
 from eval.timing import synchronize
-from specdec.cache import SlotCache
-from specdec.capture import HiddenContract
 from specdec.contracts import Draft, Drafter, Draws
 from specdec.loop import CHUNK, Batch
 from specdec.requests import Request
-from specdec.stats import PHASES
-from specdec.step import Step
+from specdec.stats import PHASES, Clock, Stats
 from specdec.target import Target
 
 WARM_UP = 2  # decode steps that do not count
@@ -71,13 +69,19 @@ class Steady:
 
 
 def steady(
-    model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    draft_length: int,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    compile: bool = False,
 ) -> Steady:
     """Greedy decoding of all `prompts` (token ids) in one batch: `steps` steps after its prefill and a short warm-up.
 
-    Stop tokens are ordinary tokens here. Raises ValueError where a prompt leaves no room for the steps, and for trees.
+    compile: the target's forwards are compiled, the drafter's as it is set to. Stop tokens are ordinary tokens here.
+    Raises ValueError where a prompt leaves no room for the steps, and for trees.
     """
-    with warm(model, drafter, draft_length, prompts, steps) as batch:
+    with warm(model, drafter, draft_length, prompts, steps, compile) as batch:
         first = [len(request.stats.accepted) for request in batch.requests]
         before = dict(batch.stats.seconds)
         contexts = []
@@ -98,10 +102,17 @@ def steady(
 
 @contextmanager
 def warm(
-    model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    draft_length: int,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    compile: bool = False,
 ) -> Iterator[Batch]:
-    """A batch after its prefill and a few steps, to be stepped `steps` times at most. Raises as `steady` does."""
+    """A batch after its prefill and a few steps, to be stepped `steps` times at most. compile: as for `steady`, which
+    raises the same."""
     batch = _batch(model, drafter, draft_length, prompts, steps)
+    batch.target.compile(batch.needs_hidden, on=compile)
     try:
         while any(request.steps <= WARM_UP for request in batch.requests):
             batch.step()
@@ -114,7 +125,7 @@ def warm(
 def _batch(
     model: PreTrainedModel, drafter: Drafter | None, draft_length: int, prompts: Sequence[Sequence[int]], steps: int
 ) -> Batch:
-    target = PhasedTarget(model)
+    target = Target(model)
     prefill = len(prompts) + sum(map(len, prompts)) // CHUNK  # at most so many steps; rows that are ready decode on
     longest = max(map(len, prompts)) + (prefill + WARM_UP + steps) * (draft_length + 1)
     if longest > (target.max_positions or longest):
@@ -126,19 +137,13 @@ def _batch(
     return endless(target, drafter, draft_length, texts, 2 * longest, PhasedBatch)
 
 
-class PhasedTarget(Target):
-    """Waits for the device after each forward, so that its time is not counted to the phase that reads the result."""
-
-    def forward(
-        self, step: Step, cache: SlotCache, hidden: HiddenContract | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        result = super().forward(step, cache, hidden)
-        synchronize(self.device)
-        return result
-
-
 class PhasedBatch(Batch):
-    """Waits for the device after drafting, likewise, and refuses trees: their depths say nothing about their cost."""
+    """Waits for the device after drafting and after each forward, so that their time is not counted to the phase that
+    reads the result, and refuses trees: their depths say nothing about their cost."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._clock = _WaitingClock(self.stats, self.device)
 
     def propose(self, scored: Sequence[Request], draws: Draws) -> tuple[Draft, Tensor]:
         proposed = super().propose(scored, draws)
@@ -146,3 +151,14 @@ class PhasedBatch(Batch):
         if proposed[0].parents is not None:
             raise ValueError(f"drafter {self.drafter.name!r} drafts trees: give one that drafts chains to plan with")
         return proposed
+
+
+class _WaitingClock(Clock):
+    def __init__(self, stats: Stats, device: torch.device):
+        super().__init__(stats)
+        self.device = device
+
+    def lap(self, phase: str) -> None:
+        if phase == "forward":
+            synchronize(self.device)
+        super().lap(phase)

@@ -50,6 +50,7 @@ def summary() -> dict:
     return {
         "rows": table(results()),
         "complete": True,
+        "compile_seconds": 0.0,
         "categories": categories(records),
         "plain_across_batch_sizes": plain_across_batch_sizes(records),
         "divergences": [one.as_row() for one in found],

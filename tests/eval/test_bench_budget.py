@@ -15,7 +15,7 @@ from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
 SETTINGS = {
     "target": "", "drafter": "ngram", "dtype": "", "device": "", "batch_sizes": [2], "max_new_tokens": 5,
-    "repeats": 1, "raw": True, "resume": False, "as_json": True,
+    "repeats": 1, "raw": True, "resume": False, "compile": False, "as_json": True,
 }  # fmt: skip
 TEXTS = {"copies": [[1, 2, 3] * 4, [4, 5] * 6], RANDOM: [[9, 8, 7]]}
 
@@ -75,6 +75,18 @@ def test_a_killed_run_goes_on(model, tmp_path, capsys):
         bench_budget.run(**SETTINGS, out=out)
     with pytest.raises(ValueError, match="max_new_tokens=5, not 7"):
         bench_budget.run(**SETTINGS | {"resume": True, "max_new_tokens": 7}, out=out)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, {PLAIN: 1.0}, speeds(1.0, None), speeds(0, 1.0), speeds(1.0, 1.0, another=1.0)]
+)
+def test_a_line_without_every_methods_speed_is_named(model, tmp_path, wrong):
+    line = {"category": "copies", "batch_size": 2, "round": 0, "tokens_per_second": wrong}
+    out = tmp_path / "out"
+    bench_budget.run(**SETTINGS, out=out)
+    (out / "results.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=r"results.jsonl, line 1, is not a result of this version .* remove the line"):
+        bench_budget.run(**SETTINGS | {"resume": True}, out=out)
 
 
 def test_rounds_come_in_turns_and_not_twice():

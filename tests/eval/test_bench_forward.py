@@ -12,7 +12,7 @@ from specdec.models import LoadedModel
 from specdec.target import Target
 from tests.tiny_models import POSITIONS, tiny
 
-SETTINGS = {"target": "", "dtype": "", "device": "", "context": 16, "repeats": 2, "bandwidth": 2e9}
+SETTINGS = {"target": "", "dtype": "", "device": "", "context": 16, "repeats": 2, "bandwidth": 2e9, "compile": False}
 
 
 @pytest.fixture

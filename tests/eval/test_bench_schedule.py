@@ -13,7 +13,7 @@ from tests.toy_tokenizer import VOCAB, toy_tokenizer
 
 SETTINGS = {
     "target": "", "drafter": "ngram", "dtype": "", "device": "", "prompts": None, "limit": 10, "raw": True,
-    "max_batch": 3, "max_new_tokens": 6, "chunk": 64, "repeats": 1,
+    "max_batch": 3, "max_new_tokens": 6, "chunk": 64, "repeats": 1, "compile": False,
 }  # fmt: skip
 
 

@@ -3,9 +3,12 @@
 import json
 
 import torch
+from torch._dynamo.utils import counters
 
 import eval.command
 import specdec
+from eval.runner import WARM_UP_TOKENS
+from specdec import compiled
 from specdec.models import LoadedModel
 from tests.eval.outputs import results, summary
 from tests.heads.test_medusa import random_heads
@@ -66,6 +69,26 @@ def test_invariant_mode_beside_the_default_one(tmp_path, evaluate, model, monkey
     for wrong in (["--draft-length", "8"], ["--drafter", "ngram:length=9"]):
         result = evaluate("--invariant", *wrong, "--out", str(tmp_path / "other"))
         assert result.exit_code == 2 and "in invariant mode give at most 7" in result.stderr
+
+
+def test_compiling_is_done_before_anything_is_timed(tmp_path, evaluate, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    graphs, generate = {True: 0, False: 0}, specdec.generate
+
+    def watched(model, input_ids, **keywords):
+        before = counters["stats"]["unique_graphs"]
+        found = generate(model, input_ids, **keywords)
+        graphs[keywords["max_new_tokens"] == WARM_UP_TOKENS] += counters["stats"]["unique_graphs"] - before
+        return found
+
+    monkeypatch.setattr(specdec, "generate", watched)
+    result = evaluate("--compile", "--limit", "2", "--drafter", "draft_model:layers=1")
+    assert result.exit_code == 0, result.output
+    assert graphs == {True: 2, False: 0}
+    found = summary(tmp_path)
+    by_batch = {record.job: record.batch_compile_seconds for record in results(tmp_path)}
+    assert 0 < found["compile_seconds"] == sum(by_batch.values())
+    assert "Compiling took" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_json_is_alone_on_standard_output(tmp_path, evaluate):

@@ -24,6 +24,7 @@ def summary(divergences=(), complete=True, more=(), **changes) -> dict:
         "categories": categories(records),
         "environment": ENVIRONMENT,
         "complete": complete,
+        "compile_seconds": 0.0,
         "plain_across_batch_sizes": across,
         "divergences": [divergence.as_row() for divergence in divergences],
         "memory": [MEMORY],
@@ -88,6 +89,12 @@ def test_acceptance_and_speed_have_tables_of_their_own():
     )
     speed = next(line for line in text.split("## Speed")[1].splitlines() if line.startswith("| ngram"))
     assert "| 6 | 6.0 | 3.00x [3.00, 3.00] | 3333.3 ms |" in speed  # prefill, decode, decode vs plain, step
+
+
+def test_compiling_is_said_beside_the_speeds():
+    text = markdown(summary() | {"compile_seconds": 95.7})
+    assert text.split("## Speed\n\n")[1].startswith("Compiling took 96 s, which is in no figure.\n\n| method |")
+    assert "ompiling" not in report()
 
 
 def test_temperature_and_dtype_are_columns_where_they_differ():

@@ -1,9 +1,12 @@
 """Order, warm-up and records of the interleaved runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from eval.methods import Method, Outcome
 from eval.runner import WARM_UP_TOKENS, Failure, Record, batches, execute, schedule
+from eval.summary import compile_seconds
 from specdec.stats import RowStats, Stats
 from tests.eval.samples import prompts_of
 
@@ -68,6 +71,22 @@ def test_records_carry_the_row_and_its_batch():
     assert (second.temperature, second.dtype, second.draft_length) == (0.8, "bfloat16", 4)
     assert (second.batch_prefill_seconds, second.batch_prefill_tokens) == (0.25, 2)
     assert second.accept_prob == [[0.123457, None]] and second.conversation == "p1"
+
+
+def test_compiling_is_the_warm_ups_and_counts_once():
+    calls, written = [], []
+    method = recording_method("a", calls)
+
+    def compiling(prompts, max_new_tokens):
+        outcome = method.generate(prompts, max_new_tokens)
+        outcome.stats.compile_seconds = 60.0 if len(calls) == 1 else 0.25  # later: looking the graph up
+        return outcome
+
+    execute(list(schedule(prompts_of(4, 6, 5), [replace(method, generate=compiling)], [2], 2)), 20, written.extend)
+    assert [(r.batch, r.repeat, r.batch_compile_seconds) for r in written] == [
+        (0, 0, 60.0), (0, 0, 60.0), (0, 1, 0.0), (0, 1, 0.0), (1, 0, 0.0), (1, 1, 0.0),
+    ]  # fmt: skip
+    assert compile_seconds(written) == 60.0
 
 
 def test_trees_have_no_probabilities_by_position():

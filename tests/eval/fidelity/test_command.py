@@ -7,6 +7,7 @@ import torch
 
 import eval.fidelity.command
 import eval.fidelity.verdict
+from specdec import compiled
 from specdec.models import LoadedModel
 from tests.eval.samples import command
 from tests.tiny_models import tiny
@@ -102,6 +103,14 @@ def test_a_run_is_not_continued_with_other_weights(tmp_path, fidelity, model):
     assert (tmp_path / "out" / "environment.json").read_text() == before
 
 
+def test_compiled_forwards_are_a_setting_of_the_run(tmp_path, fidelity, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    result = fidelity("--compile", "--limit", "1")
+    assert result.exit_code == 0 and result.stdout.startswith("lossless within "), result.output
+    refused = fidelity("--limit", "1", "--resume")
+    assert refused.exit_code == 2 and "holds a run with compile=True, not False" in refused.stderr
+
+
 def test_json_is_alone_on_standard_output(tmp_path, fidelity):
     assert json.loads(fidelity("--json").stdout) == report(tmp_path)
 
@@ -114,6 +123,7 @@ def test_json_is_alone_on_standard_output(tmp_path, fidelity):
         (["--verifier", "block"], "does not fit do_sample=False"),
         (["--max-new-tokens", "250"], "256 positions"),
         (["--drafter", "nope"], "known are"),
+        (["--self-check", "--compile"], "leave --invariant and --compile out"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_written(tmp_path, fidelity, options, message):

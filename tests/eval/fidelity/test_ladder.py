@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from eval.fidelity.ladder import BATCHED, PLAIN, RUNGS, WIDTH
 from eval.fidelity.observe import observe
 from eval.fidelity.results import Result
 from eval.folder import Folder
+from specdec import compiled
+from specdec.target import Target
 from tests.eval.fidelity.ladders import SAMPLED, climbed, ladder_of
 from tests.shapes import depend_on_shapes
 from tests.tiny_models import tiny
@@ -41,6 +44,18 @@ def test_in_invariant_mode_every_rung_has_the_same_scores(monkeypatch):
         ladder = replace(ladder_of(tiny("llama", dtype=torch.bfloat16)), invariant=invariant)
         scores = [{r.number: r.scores for r in climbed(ladder) if r.rung == rung} for rung in range(1, 6)]
         assert all(rung == scores[0] for rung in scores) == invariant
+
+
+def test_compiled_every_rung_runs_graphs(monkeypatch):
+    """No packed forward is eager: one graph is the reference's, of rung 0, the other the model's, of all others."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    ladder = ladder_of(tiny("llama", dtype=torch.float32))
+    expected = by_rung(climbed(ladder))
+    before = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(Target, "_run", None)  # an eager forward
+    results = climbed(replace(ladder, compile=True))
+    assert not any(result.error for result in results) and by_rung(results) == expected
+    assert counters["stats"]["unique_graphs"] == before + 2
 
 
 def test_the_reference_has_the_same_weights_in_higher_precision():
