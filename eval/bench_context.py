@@ -120,10 +120,10 @@ def attention_timed(target: Target) -> Iterator[Callable[[], float]]:
         return call
 
     if target.graph is None:
-        table, functions = AttentionInterface._global_mapping, {attention.NAME: attention.packed_attention}
+        timing = patch.dict(AttentionInterface._global_mapping, {attention.NAME: timed(attention.packed_attention)})
     else:
-        table = functions = compiled.attend._backend_fns  # in which torch looks at each call
-    with patch.dict(table, {name: timed(function) for name, function in functions.items()}):
+        timing = patch.object(compiled, "attend", timed(compiled.attend))
+    with timing:
         yield lambda: sum(_between(target.device, *pair) for pair in marks)
 
 

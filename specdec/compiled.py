@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec import cpu_attention
-from specdec.attention import packed_attention, switched
+from specdec.attention import configs_of, packed_attention, switched
 from specdec.cache import SlotCache
 from specdec.capture import HiddenContract, captured
 from specdec.contracts import Draft
@@ -39,6 +39,7 @@ logger = logging.getLogger("specdec")
 
 BACKEND = "inductor"
 SIZES = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # M and R on a GPU, then multiples of the last
+INPUTS = ("input_ids", "position_ids", "keep", "number", "states")  # of `_traced`
 SAMPLES = 8  # values per weight that show a change which torch does not count: one written through `.data`
 
 _in_flight: dict[int, SlotCache] = {}  # with its step, by the number that a graph hands on to its attention
@@ -86,9 +87,11 @@ class Graph:
         # torch keeps what it compiled by code object: with one of its own, a graph is not taken for a recompilation
         # of another model's, and its memory is freed with it.
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
-        options = {"guard_filter_fn": _but_hooks}
+        options = {"guard_filter_fn": _on_inputs}
         # Products with one input (q, k, v; gate and up) as one, and calls from C++: what lies between the operators.
-        options |= {"cpp.enable_concat_linear": True, "cpp_wrapper": True} if self.frozen else {"triton.cudagraphs": True}
+        options |= (
+            {"cpp.enable_concat_linear": True, "cpp_wrapper": True} if self.frozen else {"triton.cudagraphs": True}
+        )
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
         self._trace(target)
 
@@ -104,14 +107,17 @@ class Graph:
         return self._state != self._state_of(model)
 
     def _state_of(self, model: PreTrainedModel) -> tuple:
-        """What differs once a hook has come or gone, or a weight in the graph been replaced or written to."""
-        hooks = [_foreign(module._forward_pre_hooks) + _foreign(module._forward_hooks) for module in model.modules()]
+        """What differs once a hook has come or gone, a setting been changed, or a weight in the graph been replaced or
+        written to."""
+        modules = list(model.modules())
+        hooks = [_foreign(module._forward_pre_hooks) + _foreign(module._forward_hooks) for module in modules]
+        settings = [(type(each), _plain(vars(each))) for each in (*modules, *configs_of(model))]
         if not self.frozen:
-            return (hooks,)
+            return hooks, settings
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         counted = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
         samples = [tensor.flatten()[:: max(1, tensor.numel() // SAMPLES)].double() for tensor in tensors]
-        return hooks, counted, torch.cat(samples).numpy().tobytes()
+        return hooks, settings, counted, torch.cat(samples).numpy().tobytes()
 
     def _forward(self, target: Target, cache: SlotCache, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         number = next(_numbers)
@@ -119,7 +125,7 @@ class Graph:
         try:
             with (
                 switched(target.model, target.configs),
-                # always there, for torch may trace again: under autocast, say, or once the model is in training mode
+                # always there, for torch may trace again: under autocast, say
                 captured(target.model, self._hidden, torch.compiler.is_compiling) as states,
             ):
                 return self._run(target, *inputs, torch.tensor(number), states)
@@ -212,7 +218,8 @@ _library.define(
     "float? softcap, Tensor? sinks) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-_library.impl("attend", attend, "CompositeExplicitAutograd")
+# The name is looked up in every call, for those who time it.
+_library.impl("attend", lambda *inputs: attend(*inputs), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("specdec::attend", lib=_library)
@@ -225,9 +232,18 @@ def _foreign(hooks: dict[int, Callable]) -> list[int]:
     return [id_ for id_, hook in hooks.items() if getattr(hook, "__module__", None) != captured.__module__]
 
 
-def _but_hooks(guards: list) -> list[bool]:
-    """Which guards to keep: not those on hooks, since the one that gives the states is a new one in every step."""
-    return ["hooks" not in guard.name for guard in guards]
+def _plain(values: dict[str, object]) -> dict[str, object]:
+    """The plain values of a module or a configuration, but for the one that is switched while a forward runs."""
+    switch = "_attn_implementation_internal"
+    return {
+        name: value for name, value in values.items() if isinstance(value, (bool, int, float, str)) and name != switch
+    }
+
+
+def _on_inputs(guards: list) -> list[bool]:
+    """Which guards to keep: not those on the model, hundreds in every step, since `Graph.is_stale` looks at it once a
+    call."""
+    return [guard.name in ("", *INPUTS) for guard in guards]
 
 
 def _size(count: int) -> int:

@@ -50,8 +50,8 @@ class Step:
     places, slots: n and S, the part of the cache that attention may see.
     grid_places, width: n' <= n and T of the grid; grid: [Md] the cell (place * T + t) of packed tokens 0..Md-1.
     cell_slots: [n' * T] slot of each cell's token; 0 in empty cells, which then see slot 0 and stay finite.
-    rows, chunks: (first, end, place, start) per row in the grid and per prompt chunk: packed range, cache place, slot of
-           its first token.
+    rows, chunks: (first, end, place, start) per row in the grid, and per prompt chunk: packed range, cache place, slot
+           of its first token.
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
     masked: [n', S] slots that no token of a place may see, or None where there are none.
