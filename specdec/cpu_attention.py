@@ -35,7 +35,7 @@ ARGUMENTS += [_COUNT, _TENSOR]
 def library() -> ctypes.CDLL | None:
     """The compiled functions, which torch keeps on disk; None, logged once, where they cannot be compiled."""
     try:
-        found = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-ffp-contract=fast",), needs_vec_isa=True)
+        found = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-march=native", "-ffp-contract=fast"))
     except (CppCompileError, InvalidCxxCompiler) as error:
         reason = str(error).strip().partition("\n")[0]
         logger.warning("attention runs through torch's operators, as its C++ cannot be compiled here: %s", reason)
