@@ -4,6 +4,9 @@ A step of B rows that drafts k tokens in all takes T(B + k) + D(depth) seconds, 
 and emits B tokens plus those accepted. Drafted tokens are spent in the order of what they are worth, the probability of
 being accepted, so the best k is a maximum over one sequence. T, D and the probabilities are learned from the steps.
 
+Where no request waits for a place, a batch takes as long as its last row, and tokens of the others are worth nothing:
+rows that are ahead of the last by more than a full draft draft nothing until it has caught up.
+
 The lengths are fixed before anything is drafted, from earlier steps alone: a rule that looked at a sampled token and
 then dropped it would bias the output.
 """
@@ -78,12 +81,16 @@ class Budget:
         self.acceptance = Acceptance(longest)
         self.draft_cost.add(0, 0.0)
 
-    def lengths(self, requests: Sequence[int], limits: Sequence[int]) -> list[int]:
-        """How many tokens each request drafts now, at most `limits`; none where the cost of none is not known yet."""
+    def lengths(self, requests: Sequence[int], limits: Sequence[int], rooms: Sequence[int] | None = None) -> list[int]:
+        """How many tokens each request drafts now, at most `limits`; none where the cost of none is not known yet.
+
+        rooms: tokens that each may still emit, for requests that end together; None where others take their places."""
         B = len(requests)
         if not self.step_cost.knows(B):
             return [0] * B
-        worth = [self.acceptance.of(request)[:limit] for request, limit in zip(requests, limits, strict=True)]
+        last = np.ones(B) if rooms is None else np.array(rooms) >= max(rooms) - self.acceptance.longest
+        value = last * B / last.sum()
+        worth = [v * self.acceptance.of(row)[:limit] for v, row, limit in zip(value, requests, limits, strict=True)]
         return allocate(worth, self.step_cost, self.draft_cost)
 
     def record(
@@ -107,9 +114,10 @@ class Budget:
 
 
 def allocate(worth: Sequence[np.ndarray], step_cost: Cost, draft_cost: Cost) -> list[int]:
-    """Lengths per row that maximise (B + accepted tokens) / seconds.
+    """Lengths per row that maximise (B + worth of the drafted tokens) / seconds.
 
-    worth: per row, the probability of acceptance of each token it may draft, never rising.
+    worth: per row, of each token it may draft: the probability that it is accepted, times what a token of this row is
+    worth beside those of others; never rising.
 
     For a greatest depth and a number k of drafted tokens the best choice is the k most valuable ones, which are whole
     prefixes since worth never rises; so the maximum is over these two alone. Of equal rates the fewest tokens win.

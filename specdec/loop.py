@@ -179,7 +179,8 @@ class Batch:
         follows the accepted ones)."""
         budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
         if self.budget is not None and self.drafter is not None:
-            budget = self.budget.lengths([r.row for r in scored], budget)
+            rooms = None if self.waiting else [r.room for r in scored]
+            budget = self.budget.lengths([r.row for r in scored], budget, rooms)
         if self.drafter is None or not any(budget):
             return Draft.empty(len(scored), self.device), torch.zeros(len(scored), dtype=torch.bool, device=self.device)
         draft = self.drafter.propose(self.rows(scored), budget, draws)

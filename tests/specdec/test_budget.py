@@ -128,6 +128,38 @@ def test_rows_differ():
     assert mean[0] > 3 and max(mean[1:]) < 0.5
 
 
+def finished(rows_ending_together, tokens, seed):
+    """Seconds until four rows, of which drafts pay in the first alone, have emitted `tokens` each."""
+    budget, random, left, seconds = Budget(5), np.random.default_rng(seed), np.full(4, tokens), 0.0
+    while left.any():
+        rows = [row for row in range(4) if left[row]]
+        limits, rooms = [min(5, left[row] - 1) for row in rows], [int(left[row]) for row in rows]
+        drafted = budget.lengths(rows, limits, rooms if rows_ending_together else None)
+        accept = [0.9 if row == 0 else 0.02 for row in rows]
+        accepted = [int((random.random(n) < p).cumprod().sum()) for p, n in zip(accept, drafted, strict=True)]
+        took = (1 + 0.1 * (len(rows) + sum(drafted))) * random.uniform(0.95, 1.05)
+        budget.record(rows, drafted, accepted, took, 0.0)
+        left[rows] -= 1 + np.array(accepted)
+        seconds += took
+    return seconds
+
+
+def test_rows_that_are_ahead_wait_for_the_last(controls):
+    tokens, plain = 400, 400 * 1.4
+    together, apart = (np.mean([finished(which, tokens, seed) for seed in range(4)]) for which in (True, False))
+    assert plain / together > 0.96  # what is left is what trying takes
+    assert plain / apart < 0.95  # the first row's tokens per second, at the cost of all others
+    controls("every token worth the same where rows end together", "time until the last row ends")
+
+
+def test_where_others_wait_every_token_counts():
+    budget = Budget(3)
+    budget.record([0, 1], [3, 3], [3, 3], 1.0, 0.0)
+    budget.record([0, 1], [0, 0], [0, 0], 1.0, 0.0)
+    assert budget.lengths([0, 1], [3, 3]) == budget.lengths([0, 1], [3, 3], [20, 17]) == [3, 3]
+    assert budget.lengths([0, 1], [3, 3], [20, 16]) == [3, 0]
+
+
 def test_the_cost_without_drafts_is_measured_first():
     budget = Budget(3)
     assert budget.lengths([0, 1], [3, 3]) == [0, 0]
