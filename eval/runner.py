@@ -157,7 +157,7 @@ def execute(
             write(records(job, outcome, compiling))
 
 
-def records(job: Job, outcome: Outcome, compile_seconds: float) -> list[Record]:
+def records(job: Job, outcome: Outcome, compile_seconds: float = 0.0) -> list[Record]:
     """One record per row of a finished job."""
     stats = outcome.stats
     return [
