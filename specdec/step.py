@@ -110,8 +110,11 @@ class Step:
 
     def visible(self, window: int | None) -> Tensor:
         """[n', T, S] bool: may cell t of a place see slot s. `window`: at most that many positions, itself included."""
-        seen = self._reached(window)
-        return seen if self.masked is None else seen & ~self.masked[:, None]
+        key = ("visible", window)
+        if key not in self._masks:
+            seen = self._reached(window)
+            self._masks[key] = seen if self.masked is None else seen & ~self.masked[:, None]
+        return self._masks[key]
 
     def _reached(self, window: int | None) -> Tensor:
         slot_S = torch.arange(self.slots, device=self.token_slots.device)
