@@ -63,7 +63,7 @@ def graph_for(target: Target, hidden: HiddenContract | None) -> Graph | None:
         graphs = _graphs.setdefault(target.model, {})
         graph = graphs.get(hidden)
         if graph is not None and graph.is_stale(target.model):
-            logger.warning("%s has changed since it was compiled (weights or hooks): compiling it again", name)
+            logger.warning("%s has changed since it was compiled (weights, hooks, settings): compiling it again", name)
             del graphs[hidden]
         if hidden not in graphs:
             try:
@@ -87,11 +87,9 @@ class Graph:
         # torch keeps what it compiled by code object: with one of its own, a graph is not taken for a recompilation
         # of another model's, and its memory is freed with it.
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
-        options = {"guard_filter_fn": _on_inputs}
-        # Products with one input (q, k, v; gate and up) as one, and calls from C++: what lies between the operators.
-        options |= (
-            {"cpp.enable_concat_linear": True, "cpp_wrapper": True} if self.frozen else {"triton.cudagraphs": True}
-        )
+        # On a CPU, products with one input (q, k, v; gate and up) become one, and the graph's calls are made from C++.
+        on_cpu, on_gpu = {"cpp.enable_concat_linear": True, "cpp_wrapper": True}, {"triton.cudagraphs": True}
+        options = {"guard_filter_fn": _on_inputs, **(on_cpu if self.frozen else on_gpu)}
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
         self._trace(target)
 

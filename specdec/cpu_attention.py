@@ -1,8 +1,7 @@
 """Attention of decoding rows on a CPU as one C++ function, for compiled forwards (which need a C++ compiler anyway).
 
-Beside `packed_attention`, whose result it has: that one spends most of a short row's time between torch's operators,
-and walks a row's keys once for each of its tokens. The function, in cpu_attention.cpp, writes the step's keys and
-values to their slots and attends for all rows.
+Beside `packed_attention`, whose result it has: that one spends most of a short row's time between torch's operators.
+The function, in cpu_attention.cpp, writes the step's keys and values to their slots and attends for all rows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import logging
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
@@ -81,7 +79,6 @@ def attend(
     H_kv, D, Dv = key.shape[1], key.shape[3], value.shape[3]
     causal = step.parents is None and step.masked is None
     visible = None if causal else step.visible(window).contiguous()
-    rows = np.array(step.rows, dtype=np.int64)
     function = getattr(library(), f"attend_{str(query.dtype).removeprefix('torch.')}")
     function(
         query.data_ptr(), query.stride(1), query.stride(2),
@@ -92,5 +89,5 @@ def attend(
         H_kv, query.shape[1] // H_kv, D, Dv, window or 0, D**-0.5 if scaling is None else scaling,
         None if visible is None else visible.data_ptr(), step.width, step.slots,
         len(step.token_places), step.token_places.data_ptr(), step.token_slots.data_ptr(),
-        rows.ctypes.data, len(rows), out.data_ptr(),
+        step.rows.ctypes.data, len(step.rows), out.data_ptr(),
     )  # fmt: skip

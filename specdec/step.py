@@ -50,8 +50,8 @@ class Step:
     places, slots: n and S, the part of the cache that attention may see.
     grid_places, width: n' <= n and T of the grid; grid: [Md] the cell (place * T + t) of packed tokens 0..Md-1.
     cell_slots: [n' * T] slot of each cell's token; 0 in empty cells, which then see slot 0 and stay finite.
-    rows, chunks: (first, end, place, start) per row in the grid, and per prompt chunk: packed range, cache place, slot
-           of its first token.
+    chunks: (first, end, place, start) per prompt chunk: packed range, cache place, slot of its first token.
+    rows: [rows in the grid, 4] int64 on the host, the same of each.
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
     masked: [n', S] slots that no token of a place may see, or None where there are none.
@@ -71,7 +71,7 @@ class Step:
     width: int
     grid: Tensor
     cell_slots: Tensor
-    rows: list[tuple[int, int, int, int]]
+    rows: np.ndarray
     chunks: list[tuple[int, int, int, int]]
     first: dict[int, int]
     parents: Tensor | None = None
@@ -204,7 +204,7 @@ def pack(
         width=plan.width,
         grid=sent["grid"],
         cell_slots=sent["cell_slots"],
-        rows=plan.rows,
+        rows=np.array(plan.rows, dtype=np.int64),
         chunks=plan.chunks,
         first=plan.first,
         parents=parents,
@@ -263,7 +263,7 @@ class _Plan:
         self.cell_slots[cell : cell + count] = range(segment.start, segment.start + count)
 
     def _add(self, segment: Segment) -> tuple[int, int, int, int]:
-        """See `Step.rows`."""
+        """As in `Step.chunks`."""
         known, total = len(segment.tokens), self._count(segment)
         first, root = len(self.ids), segment.start + known - 1
         self.first[segment.row] = first
