@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specdec import cpu_attention
+from specdec import cpu_attention, cpu_linear
 from specdec.attention import configs_of, packed_attention, switched
 from specdec.cache import SlotCache
 from specdec.capture import HiddenContract, captured
@@ -89,6 +89,8 @@ class Graph:
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
         # On a CPU, products with one input (q, k, v; gate and up) become one, and the graph's calls are made from C++.
         on_cpu, on_gpu = {"cpp.enable_concat_linear": True, "cpp_wrapper": True}, {"triton.cudagraphs": True}
+        if cpu_linear.available():
+            on_cpu |= {"cpp.weight_prepack": False, "post_grad_custom_pre_pass": cpu_linear.OwnProducts()}
         options = {"guard_filter_fn": _on_inputs, **(on_cpu if self.frozen else on_gpu)}
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
         self._trace(target)

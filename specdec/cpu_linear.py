@@ -1,0 +1,87 @@
+"""Matrix products with frozen weights on a CPU as one C++ function, for compiled forwards.
+
+In place of oneDNN's, which are made for many rows: with the 1 to 64 rows of a decoding step they wait for memory longer
+than they need to, and in bfloat16 they multiply at half of float32's rate where a processor has AVX512-BF16 but no
+AMX. The function, in cpu_linear.cpp, reads every weight once per step, in order, and multiplies in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch.fx import Graph, Node
+
+logger = logging.getLogger("specdec")
+
+SOURCE = Path(__file__).with_name("cpu_linear.cpp")
+LANES = 16
+COLUMNS = 2 * LANES  # of a panel: output features are a multiple of it
+PRODUCTS = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, x, w among args
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this machine is one where `specdec::linear` was measured to be the faster one, and can compile it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported():
+        return False
+    try:
+        CppCodeCache.load(SOURCE.read_text(), extra_flags=("-march=native", "-ffp-contract=fast"))
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning("matrix products are oneDNN's, as specdec's C++ cannot be compiled here: %s", reason)
+        return False
+
+    @torch.library.register_fake("specdec::linear")
+    def _(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(x.shape[0], w.shape[0] * COLUMNS)
+
+    return True
+
+
+def laid_out(weight: Tensor) -> Tensor:
+    """[N / COLUMNS, K, COLUMNS] panels of a weight [N, K], in which columns c and c + LANES of a bfloat16 panel lie
+    side by side."""
+    N, K = weight.shape
+    panels = weight.reshape(N // COLUMNS, 2, LANES, K)
+    order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
+    return panels.permute(order).reshape(N // COLUMNS, K, COLUMNS).contiguous()
+
+
+class OwnProducts(CustomGraphPass):
+    """Puts `specdec::linear` in place of the products with frozen weights of a graph."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in PRODUCTS:
+                self._replace(graph, node)
+
+    def uuid(self) -> None:
+        """None: graphs with frozen weights are not cached."""
+
+    def _replace(self, graph: Graph, node: Node) -> None:
+        bias, x, w = (None if at is None else node.args[at] for at in PRODUCTS[node.target])
+        owner = graph.owning_module
+        if w.op != "get_attr" or (bias is not None and (bias.op != "get_attr" or bias.meta["val"].dim() != 1)):
+            return
+        weight = getattr(owner, w.target)
+        if weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % COLUMNS:
+            return
+        name = f"{w.target}_panels"
+        if not hasattr(owner, name):
+            owner.register_buffer(name, laid_out(weight.T))
+        with graph.inserting_before(node):
+            panels = graph.get_attr(name)
+            panels.meta["val"] = w.meta["val"].new_empty(getattr(owner, name).shape)
+            new = graph.call_function(torch.ops.specdec.linear.default, (x, panels, bias))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        if not w.users:
+            graph.erase_node(w)
