@@ -6,7 +6,9 @@ windows, prompt chunks and the size of the cache never meet the compiler: no ste
 in attention is padded.
 
 On a CPU the weights are frozen into the graph, laid out anew for the CPU's matrix products, which is most of the gain.
-They take their memory once more, and changed weights need another graph.
+They take their memory once more, and changed weights need another graph. Where those products are specdec's own, and
+attention too, every sum over a token runs in an order that nothing else in the step decides: the graph is batch
+invariant.
 """
 
 from __future__ import annotations
@@ -76,7 +78,10 @@ def graph_for(target: Target, hidden: HiddenContract | None) -> Graph | None:
 
 
 class Graph:
-    """A model's compiled forward. It refers to the model's weights, but not to the model."""
+    """A model's compiled forward. It refers to the model's weights, but not to the model.
+
+    batch_invariant: whether a token's logits are the same bits whatever else is in its step.
+    """
 
     def __init__(self, target: Target, hidden: HiddenContract | None):
         if target.padded:
@@ -89,11 +94,13 @@ class Graph:
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
         # On a CPU, products with one input (q, k, v; gate and up) become one, and the graph's calls are made from C++.
         on_cpu, on_gpu = {"cpp.enable_concat_linear": True, "cpp_wrapper": True}, {"triton.cudagraphs": True}
+        products = cpu_linear.OwnProducts()
         if cpu_linear.available():
-            on_cpu |= {"cpp.weight_prepack": False, "post_grad_custom_pre_pass": cpu_linear.OwnProducts()}
+            on_cpu |= {"cpp.weight_prepack": False, "post_grad_custom_pre_pass": products}
         options = {"guard_filter_fn": _on_inputs, **(on_cpu if self.frozen else on_gpu)}
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)
-        self._trace(target)
+        attended = self._trace(target)
+        self.batch_invariant = self.frozen and products.are_all and attended and self._same_in_company(target)
 
     def __call__(self, target: Target, step: Step, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
         """Logits [R, V] of a step of `target`, and the states [M, D] that the graph was made to give."""
@@ -144,21 +151,31 @@ class Graph:
 
         return [filled(step.input_ids), filled(step.position_ids), filled(step.keep)]
 
+    def _trace(self, target: Target) -> bool:
+        """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes. Returns
+        whether attention was specdec's own."""
+        with torch._inductor.config.patch(freezing=self.frozen):
+            step = self._prompts(target, [8], scored=4, dynamic=True)[0]
+        return not step.attended_by_torch
+
+    def _same_in_company(self, target: Target) -> bool:
+        """Whether some tokens get the same logits beside others as alone: the compiler might vectorise over tokens."""
+        alone, beside = (self._prompts(target, lengths, scored=9)[1] for lengths in ([9], [9, 28]))
+        return torch.equal(alone, beside)
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _trace(self, target: Target) -> None:
-        """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes."""
+    def _prompts(self, target: Target, lengths: list[int], scored: int, dynamic: bool = False) -> tuple[Step, Tensor]:
+        """A step of prompts of these lengths, and its logits [scored, V] of the first tokens."""
         cache = target.new_cache()
-        cache.admit([0])
-        prompt = Segment(0, np.zeros(8, dtype=np.int64), 0, scored=False)
-        step = pack([prompt], Draft.empty(0, target.device), cache, target.device, one_grid=False)
-        cache.step = step
-        step.keep = torch.arange(4, device=target.device)
+        cache.admit(range(len(lengths)))
+        prompts = [Segment(row, np.arange(length), 0, scored=False) for row, length in enumerate(lengths)]
+        cache.step = step = pack(prompts, Draft.empty(0, target.device), cache, target.device, one_grid=False)
+        step.keep = torch.arange(scored, device=target.device)
         inputs = self._inputs(step)
-        for tensor in inputs:
+        for tensor in inputs if dynamic else ():
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
-        with torch._inductor.config.patch(freezing=self.frozen):
-            self._forward(target, cache, inputs)
+        return step, self._forward(target, cache, inputs)[0][:scored]
 
 
 def _traced(
@@ -203,6 +220,7 @@ def attend(
     if cpu_attention.fits(step, query, value, softcap, sinks):
         cpu_attention.attend(step, layer, query, key, value, out, scaling, window)
     else:
+        step.attended_by_torch = True
         keys, values = layer.update(key, value)
         out[:, :M] = packed_attention(
             None, query, keys, values, None, scaling, specdec_step=step, sliding_window=window, softcap=softcap,

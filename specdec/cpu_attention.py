@@ -1,7 +1,8 @@
-"""Attention of decoding rows on a CPU as one C++ function, for compiled forwards (which need a C++ compiler anyway).
+"""Attention on a CPU as one C++ function, for compiled forwards (which need a C++ compiler anyway).
 
-Beside `packed_attention`, whose result it has: that one spends most of a short row's time between torch's operators.
-The function, in cpu_attention.cpp, writes the step's keys and values to their slots and attends for all rows.
+Beside `packed_attention`, whose result it has: that one spends most of a short row's time between torch's operators,
+and in bfloat16 multiplies at half of float32's rate where a processor has AVX512-BF16 but no AMX. The function, in
+cpu_attention.cpp, writes the step's keys and values to their slots and attends for all rows and prompt chunks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from specdec.step import Step
 logger = logging.getLogger("specdec")
 
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
-LANES = 16  # head sizes are multiples of it
-LARGEST = 12_000  # tokens x slots: more is bound by arithmetic, at which torch's own is as good
+PAIR = 32  # head sizes are multiples of it
 _TENSOR, _COUNT = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = [_TENSOR, _COUNT, _COUNT] * 5 + [_COUNT] * 5 + [ctypes.c_double, _TENSOR] + [_COUNT] * 3 + [_TENSOR] * 3
-ARGUMENTS += [_COUNT, _TENSOR]
+ARGUMENTS += [_COUNT, _COUNT, _TENSOR]
 
 
 @functools.cache
@@ -44,17 +44,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def fits(step: Step, query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether `attend` can run this step, and faster: decoding rows alone, on a CPU, not to be run one by one, in a
-    dtype and of head sizes that it has."""
+    """Whether `attend` can run this step: on a CPU, with rows that need not be run one by one, in a dtype and of head
+    sizes that it has."""
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
         and softcap is None
         and sinks is None
         and step.apart is None
-        and not step.chunks
-        and len(step.grid) * step.slots <= LARGEST
-        and query.shape[3] % LANES == value.shape[3] % LANES == 0
+        and query.shape[3] % PAIR == value.shape[3] % PAIR == 0
         and library() is not None
     )
 
@@ -77,7 +75,7 @@ def attend(
         layer.lazy_initialization(key, value)
     query, key, value = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (query, key, value))
     H_kv, D, Dv = key.shape[1], key.shape[3], value.shape[3]
-    causal = step.parents is None and step.masked is None
+    causal = step.only_chunks or (step.parents is None and step.masked is None)
     visible = None if causal else step.visible(window).contiguous()
     function = getattr(library(), f"attend_{str(query.dtype).removeprefix('torch.')}")
     function(
@@ -89,5 +87,5 @@ def attend(
         H_kv, query.shape[1] // H_kv, D, Dv, window or 0, D**-0.5 if scaling is None else scaling,
         None if visible is None else visible.data_ptr(), step.width, step.slots,
         len(step.token_places), step.token_places.data_ptr(), step.token_slots.data_ptr(),
-        step.rows.ctypes.data, len(step.rows), out.data_ptr(),
+        step.rows.ctypes.data, len(step.rows), len(step.rows) - len(step.chunks), out.data_ptr(),
     )  # fmt: skip

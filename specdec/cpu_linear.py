@@ -26,6 +26,9 @@ COLUMNS = 2 * LANES  # of a panel: output features are a multiple of it
 PRODUCTS = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, x, w among args
 
 
+OTHERS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.convolution.default)
+
+
 @functools.cache
 def available() -> bool:
     """Whether this machine is one where `specdec::linear` was measured to be the faster one, and can compile it."""
@@ -55,12 +58,17 @@ def laid_out(weight: Tensor) -> Tensor:
 
 
 class OwnProducts(CustomGraphPass):
-    """Puts `specdec::linear` in place of the products with frozen weights of a graph."""
+    """Puts `specdec::linear` in place of the products with frozen weights of a graph.
+
+    are_all: whether it left no product of torch's that sums, in an order which may depend on the shape."""
+
+    are_all = False  # before it has run
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.nodes:
             if node.op == "call_function" and node.target in PRODUCTS:
                 self._replace(graph, node)
+        self.are_all = not any(_sums(node) for node in graph.nodes)
 
     def uuid(self) -> None:
         """None: graphs with frozen weights are not cached."""
@@ -85,3 +93,11 @@ class OwnProducts(CustomGraphPass):
         graph.erase_node(node)
         if not w.users:
             graph.erase_node(w)
+
+
+def _sums(node: Node) -> bool:
+    """Whether a node is a product of torch's of more than one term."""
+    if node.target not in (*PRODUCTS, *OTHERS):
+        return False
+    left = node.args[node.target == torch.ops.aten.addmm.default or node.target == torch.ops.aten.baddbmm.default]
+    return node.target == torch.ops.aten.convolution.default or left.meta["val"].shape[-1] != 1

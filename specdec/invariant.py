@@ -6,6 +6,9 @@ never derived from the batch: a step is as many forwards as its tokens need, eac
 reads. Rows attend one by one, over a multiple of SLOTS slots: attention kernels walk the keys in blocks, and a block in
 which all is masked leaves their running sums as they are.
 
+A compiled graph that is batch invariant as it is (see specdec.compiled) needs none of that: its steps are those of the
+default mode.
+
 Worked example: a prompt of 300 tokens enters, another row feeds its last token and a draft. The prompt's first 256
 tokens are a forward of CHUNK, its other 44 another one with 212 behind them; the second row's two tokens fill, with six
 as if drafted, the first WIDTH of a forward of TOKENS. Three forwards, 576 packed tokens, of which 302 are real.
@@ -52,22 +55,33 @@ class FixedStep:
 
 
 class InvariantTarget(Target):
-    """A `Target` whose forwards have fixed shapes. Raises NotImplementedError for models where that is not enough."""
+    """A `Target` in whose forwards a token's logits depend on nothing beside it. Raises NotImplementedError for models
+    where fixed shapes are not enough.
+
+    fixed: whether shapes are fixed; `compile` may find that they need not be."""
 
     chunk = CHUNK
+    fixed = True
 
     def __init__(self, model: PreTrainedModel):
         refuse_mixing(model)
         super().__init__(model, padded=False)
 
-    def pack(self, segments: list[Segment], draft: Draft, cache: SlotCache) -> FixedStep:
-        """Lay out `segments` for `forward`: those of several tokens start at a multiple of CHUNK, and no row drafts
-        more than LONGEST_DRAFT.
+    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
+        super().compile(hidden, on)
+        self.fixed = self.graph is None or not self.graph.batch_invariant
+        self.chunk = CHUNK if self.fixed else Target.chunk
+
+    def pack(self, segments: list[Segment], draft: Draft, cache: SlotCache) -> FixedStep | Step:
+        """Lay out `segments` for `forward`: where shapes are fixed, those of several tokens start at a multiple of
+        CHUNK, and no row drafts more than LONGEST_DRAFT.
 
         Raises NotImplementedError for trees: what a node sees lies in other slots there than in plain decoding, and
         attention sums in the order of the slots."""
         if draft.parents is not None:
             raise NotImplementedError("the drafter drafts trees, which invariant mode cannot run: use one with chains")
+        if not self.fixed:
+            return super().pack(segments, draft, cache)
         rows = {segment.row: b for b, segment in enumerate(s for s in segments if s.scored)}
         pieces = [piece for segment in segments for piece in _pieces(segment)]
         decoding = [piece for piece in pieces if piece.scored and len(piece.tokens) == 1]
@@ -122,9 +136,11 @@ class InvariantTarget(Target):
         )
 
     def forward(
-        self, step: FixedStep, cache: SlotCache, hidden: HiddenContract | None = None
+        self, step: FixedStep | Step, cache: SlotCache, hidden: HiddenContract | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Run a step, see `Target.forward`; the states [M, D] are those of the real tokens."""
+        if not self.fixed:
+            return super().forward(step, cache, hidden)
         results = [Target.forward(self, each, cache, hidden) for each in step.forwards]
         logits = torch.cat([logits for logits, _ in results]).index_select(0, step.keep)
         if hidden is None:

@@ -162,6 +162,7 @@ class speculate:
             reader = self._reader(target, prompts, model_kwargs, drafter)
         asked = returns and bool(generation_config.output_scores), returns and bool(generation_config.output_logits)
         cache = handed_over(model_kwargs)
+        compile_seconds = self._compile(target, drafter)
         batch = Batch(
             target=target,
             drafter=drafter,
@@ -180,17 +181,17 @@ class speculate:
             keeps_cache=any(asked) or (returns and cache is not None) or is_callers(cache),
         )
         self.stats = batch.stats
-        self._compile(batch)
+        self.stats.compile_seconds = compile_seconds
         return batch
 
-    def _compile(self, batch: Batch) -> None:
-        started, on = time.perf_counter(), wanted(self.compile, batch.target.device)
+    def _compile(self, target: Target, drafter: Drafter | None) -> float:
+        """Compile both, or have the drafter run eagerly again; the seconds that compiling took."""
+        started, on = time.perf_counter(), wanted(self.compile, target.device)
         if on:
-            batch.target.compile(batch.needs_hidden)
-        if isinstance(batch.drafter, BaseDrafter):
-            batch.drafter.compile(on)
-        if on:
-            batch.stats.compile_seconds = time.perf_counter() - started
+            target.compile(getattr(drafter, "needs_hidden", None))
+        if isinstance(drafter, BaseDrafter):
+            drafter.compile(on)
+        return time.perf_counter() - started if on else 0.0
 
     def _reader(
         self, target: Target, prompts: Layout, model_kwargs: dict[str, Any], drafter: Drafter | None

@@ -51,12 +51,13 @@ class Step:
     grid_places, width: n' <= n and T of the grid; grid: [Md] the cell (place * T + t) of packed tokens 0..Md-1.
     cell_slots: [n' * T] slot of each cell's token; 0 in empty cells, which then see slot 0 and stay finite.
     chunks: (first, end, place, start) per prompt chunk: packed range, cache place, slot of its first token.
-    rows: [rows in the grid, 4] int64 on the host, the same of each.
+    rows: [rows, 4] int64 on the host, the same of the rows in the grid and then of the chunks.
     first: row id -> the packed index of its first token.
     parents: [n', T - 1] drafted tree by place (rows without one hold a chain), or None where all are chains.
     masked: [n', S] slots that no token of a place may see, or None where there are none.
     apart: places of the grid's rows where they attend one by one, so that none depends on how many there are. The grid
            then holds these rows alone, and packed tokens that are in no cell attend to nothing.
+    attended_by_torch: whether a compiled forward left attention to torch's operators, see specdec.cpu_attention.
     """
 
     input_ids: Tensor
@@ -77,6 +78,7 @@ class Step:
     parents: Tensor | None = None
     masked: Tensor | None = None
     apart: list[int] | None = None
+    attended_by_torch: bool = False
     windows: set[int] = field(default_factory=set)  # sliding windows that attention asked for
     _masks: dict = field(default_factory=dict)
 
@@ -204,7 +206,7 @@ def pack(
         width=plan.width,
         grid=sent["grid"],
         cell_slots=sent["cell_slots"],
-        rows=np.array(plan.rows, dtype=np.int64),
+        rows=np.array([*plan.rows, *plan.chunks], dtype=np.int64).reshape(-1, 4),
         chunks=plan.chunks,
         first=plan.first,
         parents=parents,

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
 from drafters.medusa import MedusaDrafter
 from drafters.mtp import MTPDrafter
-from specdec import invariant, loop
+from specdec import cpu_attention, cpu_linear, invariant, loop
 from specdec.invariant import LONGEST_DRAFT, WIDTH, InvariantTarget
 from tests.heads.test_medusa import random_heads
 from tests.heads.test_mtp import random_head
@@ -103,6 +104,52 @@ def test_scores_are_the_same_bits(run, family, dtype):
 def test_compiled_scores_are_the_same_bits(run):
     model, settings = tiny("llama", dtype=torch.bfloat16, vocab=VOCAB), SETTINGS[:4]
     assert moved(run, model, settings, compile=True) == [0] * len(settings)
+
+
+def model_of_whole_panels(dtype):
+    """One whose products and heads are of sizes that specdec's own C++ takes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, head_dim=32, num_hidden_layers=2, vocab_size=32, max_position_embeddings=256)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+needs_own_kernels = pytest.mark.skipif(
+    not (cpu_linear.available() and cpu_attention.library()), reason="not a machine for specdec's own C++"
+)
+
+
+@needs_own_kernels
+@pytest.mark.timeout(600)  # seconds; it compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_invariant_graph_needs_no_fixed_shapes(run, dtype):
+    model = model_of_whole_panels(dtype)
+    target = invariant.target_for(model, True)
+    target.compile(None)
+    assert not target.fixed
+    assert moved(run, model, SETTINGS[:5], compile=True) == [0] * 5
+    stats = [
+        specdec.generate(model, PROMPTS[1][None], invariant=on, compile=True, max_new_tokens=9, return_stats=True)[1]
+        for on in (False, True)
+    ]
+    assert stats[0].packed_tokens == stats[1].packed_tokens
+
+
+@needs_own_kernels
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_graph_that_depends_on_shapes_is_noticed(run, monkeypatch, controls):
+    def by_length(step, layer, query, key, value, out, scaling, window, run=cpu_attention.attend):
+        run(step, layer, query, key, value, out, query.shape[3] ** -0.5 * (1 + 1e-5 * query.shape[2]), window)
+
+    monkeypatch.setattr(cpu_attention, "attend", by_length)
+    model = model_of_whole_panels(torch.float32)
+    target = invariant.target_for(model, True)
+    target.compile(None)
+    assert target.fixed
+    monkeypatch.setattr(InvariantTarget, "fixed", property(lambda self: False, lambda self, fixed: None))
+    assert any(moved(run, model, SETTINGS[:3], compile=True))
+    controls("a compiled graph that depends on shapes", "other bits than plain decoding")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
