@@ -7,23 +7,40 @@ being accepted, so the best k is a maximum over one sequence. T, D and the proba
 Where no request waits for a place, a batch takes as long as its last row, and tokens of the others are worth nothing:
 rows that are ahead of the last by more than a full draft draft nothing until it has caught up.
 
+What a call has learned is where the next one on the same model begins: in a batch of eight, trying a length that does
+not pay costs as much as several plain steps.
+
 The lengths are fixed before anything is drafted, from earlier steps alone: a rule that looked at a sampled token and
 then dropped it would bias the output.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from scipy.optimize import isotonic_regression
+from transformers import PreTrainedModel
 
 WINDOW = 9  # latest timings of one size that count: their median is deaf to a slow spell
 NEAR = 1.25  # a timing at up to this many times a size tells what the size itself costs
 PRIOR = 0.6  # conditional acceptance that a new request is credited with
 WEIGHT = 3.0  # steps that what is known of all requests counts for beside a request's own
 MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
+CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
+
+_latest: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Budget]] = weakref.WeakKeyDictionary()
+
+
+def budget_for(model: PreTrainedModel, kind: Hashable, longest: int) -> Budget:
+    """A call's budget of drafts up to `longest`, which begins with what the model's latest call of this kind (how it
+    runs, what drafts) has learned."""
+    of_model = _latest.setdefault(model, {})
+    earlier = of_model.get((kind, longest))
+    of_model[kind, longest] = budget = Budget(longest) if earlier is None else earlier.next()
+    return budget
 
 
 class Cost:
@@ -31,9 +48,20 @@ class Cost:
 
     def __init__(self) -> None:
         self._timings: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._idle: dict[int, int] = {}  # calls that have begun since a size was last timed
 
     def add(self, size: int, seconds: float) -> None:
         self._timings[size].append(seconds)
+        self._idle[size] = 0
+
+    def next(self) -> Cost:
+        """For another call."""
+        cost = Cost()
+        for size, timings in list(self._timings.items()):  # at once: another thread's call may be adding some
+            if size == 0 or self._idle[size] < CALLS:
+                cost._timings[size].extend(timings.copy())
+                cost._idle[size] = self._idle[size] + 1
+        return cost
 
     def knows(self, size: int) -> bool:
         """Whether anything from `size` to a little above it has been timed."""
@@ -71,6 +99,12 @@ class Acceptance:
 
     def forget(self, request: int) -> None:
         self._own.pop(request, None)
+
+    def next(self) -> Acceptance:
+        """For another call: of other requests, but like those of this one."""
+        acceptance = Acceptance(self.longest)
+        acceptance._all = self._all
+        return acceptance
 
 
 class Budget:
@@ -111,6 +145,13 @@ class Budget:
     def forget(self, request: int) -> None:
         """The request is done."""
         self.acceptance.forget(request)
+
+    def next(self) -> Budget:
+        """For another call."""
+        budget = Budget(self.acceptance.longest)
+        budget.step_cost, budget.draft_cost = self.step_cost.next(), self.draft_cost.next()
+        budget.acceptance = self.acceptance.next()
+        return budget
 
 
 def allocate(worth: Sequence[np.ndarray], step_cost: Cost, draft_cost: Cost) -> list[int]:

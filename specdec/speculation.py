@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from specdec.budget import Budget
+from specdec.budget import Budget, budget_for
 from specdec.call_checks import (
     check_draft_length,
     check_positions,
@@ -172,7 +172,7 @@ class speculate:
             requests=requests,
             seed=self._seed(verifier),
             draft_length=length,
-            budget=Budget(length) if learns else None,
+            budget=self._budget(target, length) if learns else None,
             on_commit=self.on_commit,
             max_rows=self.max_batch,
             chunk=_chunk(generation_config.prefill_chunk_size, target.chunk) if reader is None else prompts.seen.size,
@@ -183,6 +183,10 @@ class speculate:
         self.stats = batch.stats
         self.stats.compile_seconds = compile_seconds
         return batch
+
+    def _budget(self, target: Target, longest: int) -> Budget:
+        named = self.drafter.text if isinstance(self.drafter, DrafterSpec) else type(self.drafter)
+        return budget_for(target.model, (named, type(target), target.graph is not None), longest)
 
     def _compile(self, target: Target, drafter: Drafter | None) -> float:
         """Compile both, or have the drafter run eagerly again; the seconds that compiling took."""

@@ -1,11 +1,14 @@
 """Draft lengths against an exhaustive search, and what is learned from steps whose true costs are known."""
 
+import gc
+import weakref
 from itertools import product
 
 import numpy as np
 import pytest
 
-from specdec.budget import Acceptance, Budget, Cost, allocate
+from specdec.budget import CALLS, Acceptance, Budget, Cost, allocate, budget_for
+from tests.tiny_models import tiny
 
 
 def cost(points: dict[int, float]) -> Cost:
@@ -150,6 +153,50 @@ def test_rows_that_are_ahead_wait_for_the_last(controls):
     assert plain / together > 0.96  # what is left is what trying takes
     assert plain / apart < 0.95  # the first row's tokens per second, at the cost of all others
     controls("every token worth the same where rows end together", "time until the last row ends")
+
+
+def test_the_next_call_begins_with_what_was_learned(controls):
+    def short_call(budget, seed):
+        """Tokens per second of 30 steps in which drafts do not pay, beside those of plain decoding."""
+        got, _ = simulated(budget, 30, lambda row: 0.2, lambda M: 1 + 0.3 * M, rows=8, longest=8, seed=seed)
+        return got / (8 / (1 + 0.3 * 8))
+
+    first, later = [], []
+    for seed in range(0, 40, 4):
+        budget = Budget(8)
+        first.append(short_call(budget, seed))
+        for call in range(3):
+            budget = budget.next()
+            later.append(short_call(budget, seed + call + 1))
+    assert np.mean(later) > 0.97
+    assert np.mean(first) < 0.93
+    controls("every call beginning anew", "tokens per second of short calls")
+
+
+def test_costs_that_are_not_timed_any_more_are_forgotten():
+    budget = Budget(3)
+    for size in (2, 8):
+        budget.step_cost.add(size, float(size))
+    for _ in range(CALLS):
+        assert budget.step_cost.knows(8)
+        budget = budget.next()
+        budget.step_cost.add(2, 2.0)
+    assert budget.next().step_cost.knows(2) and not budget.next().step_cost.knows(8)
+    assert budget.draft_cost(np.array([0])) == 0
+
+
+def test_calls_of_one_kind_on_one_model_share_what_they_learned():
+    model, other = tiny("llama"), tiny("llama")
+    budget_for(model, "ngram", 3).record([0], [3], [0], 1.0, 0.0)
+    assert budget_for(model, "ngram", 3).step_cost.knows(4)
+    for kind in ((model, "mtp", 3), (model, "ngram", 2), (other, "ngram", 3)):
+        assert not budget_for(*kind).step_cost.knows(4)
+    fresh, known = Budget(3).acceptance.of(0), budget_for(model, "ngram", 3).acceptance.of(0)
+    assert (known < fresh).all()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_where_others_wait_every_token_counts():
