@@ -215,8 +215,10 @@ def attend(
     cache = _in_flight[number.item()]
     step, layer = cache.step, cache.layers[layer]
     M = step.input_ids.shape[1]
-    out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    query, key, value = query[:, :, :M], key[:, :, :M], value[:, :, :M]
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    if M < query.shape[2]:
+        out[:, M:] = 0
+        query, key, value = query[:, :, :M], key[:, :, :M], value[:, :, :M]
     if cpu_attention.fits(step, query, value, softcap, sinks):
         cpu_attention.attend(step, layer, query, key, value, out, scaling, window)
     else:
