@@ -46,7 +46,7 @@ SAMPLES = 8  # values per weight that show a change which torch does not count: 
 
 _in_flight: dict[int, SlotCache] = {}  # with its step, by the number that a graph hands on to its attention
 _numbers = itertools.count()
-_graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[str | None, Graph | None]] = weakref.WeakKeyDictionary()
+_graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, Graph | None]] = weakref.WeakKeyDictionary()
 _compiling = threading.Lock()
 
 
@@ -59,22 +59,23 @@ def graph_for(target: Target, hidden: HiddenContract | None) -> Graph | None:
     """The graph of the target's model that gives the states `hidden` too, compiled unless an earlier call did so.
 
     None, logged once, where the model or the machine does not allow one. A graph lives as long as its model does and
-    serves all calls."""
-    name = type(target.model).__name__
+    serves all calls with as many threads and the same autocast, for which torch would make another one."""
+    name, device = type(target.model).__name__, target.device.type
+    kind = hidden, torch.get_num_threads(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     with _compiling:
         graphs = _graphs.setdefault(target.model, {})
-        graph = graphs.get(hidden)
+        graph = graphs.get(kind)
         if graph is not None and graph.is_stale(target.model):
             logger.warning("%s has changed since it was compiled (weights, hooks, settings): compiling it again", name)
-            del graphs[hidden]
-        if hidden not in graphs:
+            del graphs[kind]
+        if kind not in graphs:
             try:
-                graphs[hidden] = Graph(target, hidden)
+                graphs[kind] = Graph(target, hidden)
             except (NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
                 reason = str(error).strip().partition("\n")[0]
                 logger.warning("%s runs eagerly, as it cannot be compiled here: %s", name, reason)
-                graphs[hidden] = None
-        return graphs[hidden]
+                graphs[kind] = None
+        return graphs[kind]
 
 
 class Graph:
@@ -155,24 +156,26 @@ class Graph:
         """Compile, in a first forward: of 8 tokens and 4 scored nodes, so that these count as two sizes. Returns
         whether attention was specdec's own."""
         with torch._inductor.config.patch(freezing=self.frozen):
-            step = self._prompts(target, [8], scored=4, dynamic=True)[0]
+            step, _ = self._prompts(target, [8], scored=4, dynamic=True)
         return not step.attended_by_torch
 
     def _same_in_company(self, target: Target) -> bool:
         """Whether some tokens get the same logits beside others as alone: the compiler might vectorise over tokens."""
-        alone, beside = (self._prompts(target, lengths, scored=9)[1] for lengths in ([9], [9, 28]))
-        return torch.equal(alone, beside)
+        (_, alone), (_, beside) = (self._prompts(target, lengths, sum(lengths)) for lengths in ([9], [9, 28]))
+        return torch.equal(alone, beside[:9])
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _prompts(self, target: Target, lengths: list[int], scored: int, dynamic: bool = False) -> tuple[Step, Tensor]:
-        """A step of prompts of these lengths, and its logits [scored, V] of the first tokens."""
+        """A step of prompts of these lengths, and the logits [scored, V] of its first tokens."""
         cache = target.new_cache()
         cache.admit(range(len(lengths)))
-        prompts = [Segment(row, np.arange(length), 0, scored=False) for row, length in enumerate(lengths)]
+        ids = [np.arange(length) % target.vocab_size for length in lengths]
+        prompts = [Segment(row, tokens, 0, scored=False) for row, tokens in enumerate(ids)]
         cache.step = step = pack(prompts, Draft.empty(0, target.device), cache, target.device, one_grid=False)
         step.keep = torch.arange(scored, device=target.device)
         inputs = self._inputs(step)
+        inputs[1] %= target.max_positions or len(ids[-1])
         for tensor in inputs if dynamic else ():
             torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
         return step, self._forward(target, cache, inputs)[0][:scored]
@@ -212,14 +215,17 @@ def attend(
 ) -> Tensor:
     """[1, M', H, Dv] `packed_attention` of query [1, H, M', D], key and value [1, H_kv, M', D], over the step in flight
     under `number`; zeros past its M tokens. Called by `packed_attention` itself where that is compiled."""
+    if not query.dtype == key.dtype == value.dtype:  # what autocast would see to, which does not reach in here
+        same = query.to(value.dtype), key.to(value.dtype), value
+        return attend(*same, number, layer, scaling, window, softcap, sinks).to(query.dtype)
     cache = _in_flight[number.item()]
     step, layer = cache.step, cache.layers[layer]
     M = step.input_ids.shape[1]
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    if M < query.shape[2]:
+    if query.shape[2] > M:
         out[:, M:] = 0
         query, key, value = query[:, :, :M], key[:, :, :M], value[:, :, :M]
-    if cpu_attention.fits(step, query, value, softcap, sinks):
+    if cpu_attention.fits(step, layer, query, key, value, softcap, sinks):
         cpu_attention.attend(step, layer, query, key, value, out, scaling, window)
     else:
         step.attended_by_torch = True

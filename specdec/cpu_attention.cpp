@@ -61,14 +61,14 @@ static inline float over_lanes(Vec x, Op op) {
 static inline Vec greater(Vec a, Vec b) { return a > b ? a : b; }
 static inline Vec sum(Vec a, Vec b) { return a + b; }
 
-static inline Vec exponential(Vec x) { // of x <= 0, to 2e-7; 0 below -87
+static inline Vec exponential(Vec x) { // of x <= 0, to 2e-7; 0 below -87, NaN of NaN
     Vec scaled = x * 1.44269504f;
     Ints whole = __builtin_convertvector(scaled - 0.5f, Ints);
     Vec rest = (scaled - __builtin_convertvector(whole, Vec)) * 0.69314718f; // within (-0.35, 0.35)
     Vec sum = all(1.f / 720);
     for (float c : {1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) sum = sum * rest + c;
     Vec result = sum * (Vec)((whole + 127) << 23);
-    return (Vec)((Ints)result & (x > -87.f));
+    return (Vec)((Ints)result & ~(x <= -87.f));
 }
 
 // Columns of a 16 x 16 tile become its rows.

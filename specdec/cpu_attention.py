@@ -43,12 +43,22 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def fits(step: Step, query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether `attend` can run this step: on a CPU, with rows that need not be run one by one, in a dtype and of head
-    sizes that it has."""
+def fits(
+    step: Step,
+    layer: SlotLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> bool:
+    """Whether `attend` can run this step: on a CPU, with rows that need not be run one by one, all in one dtype and of
+    head sizes that it has."""
+    held = [layer.keys, layer.values] if layer.is_initialized else []
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
+        and all(tensor.dtype == query.dtype for tensor in (key, value, *held))
         and softcap is None
         and sinks is None
         and step.apart is None

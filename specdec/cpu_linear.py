@@ -23,10 +23,9 @@ logger = logging.getLogger("specdec")
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
 LANES = 16
 COLUMNS = 2 * LANES  # of a panel: output features are a multiple of it
-PRODUCTS = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, x, w among args
-
-
-OTHERS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.convolution.default)
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default: (None, 0, 1), aten.addmm.default: (0, 1, 2)}  # bias, x, w among their arguments
+BATCHED = {aten.bmm.default: (None, 0, 1), aten.baddbmm.default: (0, 1, 2)}
 
 
 @functools.cache
@@ -76,11 +75,15 @@ class OwnProducts(CustomGraphPass):
     def _replace(self, graph: Graph, node: Node) -> None:
         bias, x, w = (None if at is None else node.args[at] for at in PRODUCTS[node.target])
         owner = graph.owning_module
-        if w.op != "get_attr" or (bias is not None and (bias.op != "get_attr" or bias.meta["val"].dim() != 1)):
+        if w.op != "get_attr" or node.kwargs:  # addmm's factors
             return
         weight = getattr(owner, w.target)
-        if weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % COLUMNS:
+        if weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % COLUMNS or not weight.numel():
             return
+        if bias is not None:
+            held = bias.meta["val"]
+            if held.shape != weight.shape[1:] or held.dtype != weight.dtype or not held.is_contiguous():
+                return
         name = f"{w.target}_panels"
         if not hasattr(owner, name):
             owner.register_buffer(name, laid_out(weight.T))
@@ -97,7 +100,7 @@ class OwnProducts(CustomGraphPass):
 
 def _sums(node: Node) -> bool:
     """Whether a node is a product of torch's of more than one term."""
-    if node.target not in (*PRODUCTS, *OTHERS):
-        return False
-    left = node.args[node.target == torch.ops.aten.addmm.default or node.target == torch.ops.aten.baddbmm.default]
-    return node.target == torch.ops.aten.convolution.default or left.meta["val"].shape[-1] != 1
+    if node.target in PRODUCTS | BATCHED:
+        x = node.args[(PRODUCTS | BATCHED)[node.target][1]]
+        return x.meta["val"].shape[-1] != 1
+    return node.target in (aten.convolution.default, aten.mv.default, aten.dot.default)

@@ -112,6 +112,27 @@ def test_states_come_out_of_a_graph_that_torch_makes_again(traced_only, monkeypa
     controls("a hook for the states only in the first forward", "no states from the graph made again")
 
 
+def test_autocast_and_threads_have_a_graph_of_their_own(traced_only):
+    model = tiny("llama", dtype=torch.float32)
+    plain, target = Target(model), Target(model)
+    target.compile(None)
+    outside, threads = target.graph, torch.get_num_threads()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        target.compile(None)
+        assert target.graph is not outside
+        expected, found = (forward(each, 9, None)[0].float() for each in (plain, target))
+    assert (found - forward(plain, 9, None)[0]).abs().max() > 0  # autocast, not float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    torch.set_num_threads(threads + 1)
+    try:
+        target.compile(None)
+        assert target.graph is not outside
+    finally:
+        torch.set_num_threads(threads)
+    target.compile(None)
+    assert target.graph is outside
+
+
 def test_another_threads_hook_for_states_is_no_change(traced_only):
     model = tiny("llama")
     target, later = Target(model), Target(model)

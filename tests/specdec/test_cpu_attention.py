@@ -60,7 +60,7 @@ def compared(dtype, shape, window=None, tree=False, masked=False, change=lambda 
         torch.randn(1, M, heads, D, generator=g).to(dtype).transpose(1, 2) for heads in (H, H_kv, H_kv)
     )
     out = torch.zeros(1, M, H, D, dtype=dtype)
-    assert cpu_attention.fits(step, query, value, None, None)
+    assert cpu_attention.fits(step, mine.layers[0], query, key, value, None, None)
     cpu_attention.attend(step, mine.layers[0], query, key, value, out, None, window)
     theirs.step = step_of(theirs, tree)
     keys, values = theirs.layers[0].update(key, value)
@@ -109,15 +109,24 @@ def test_a_row_that_sees_one_slot_more_is_caught(controls):
 @pytest.mark.parametrize(
     "case",
     [
-        lambda step, q: (replace(step, apart=[0]), q, None),
-        lambda step, q: (step, q.double(), None),
-        lambda step, q: (step, q[..., :10], None),
-        lambda step, q: (step, q, 30.0),
+        {"step": {"apart": [0]}},
+        {"query": torch.float64},
+        {"value": torch.bfloat16},  # as under autocast
+        {"cached": torch.bfloat16},
+        {"D": 48},
+        {"softcap": 30.0},
+        {"sinks": torch.zeros(4)},
     ],
+    ids=str,
 )
 def test_what_it_cannot_do_is_left_to_torch(case):
-    step, query, softcap = case(step_of(filled(1, 32, torch.float32), tree=False), torch.zeros(1, 4, 13, 32))
-    assert not cpu_attention.fits(step, query, query, softcap, None)
+    def fits(step=None, query=torch.float32, value=torch.float32, cached=torch.float32, D=32, softcap=None, sinks=None):
+        cache = filled(1, D, cached)
+        q, k, v = (torch.zeros(1, 4, 13, D, dtype=dtype) for dtype in (query, query, value))
+        step = replace(step_of(cache, tree=False), **(step or {}))
+        return cpu_attention.fits(step, cache.layers[0], q, k, v, softcap, sinks)
+
+    assert fits() and not fits(**case)
 
 
 def test_compiled_forwards_run_it(monkeypatch):

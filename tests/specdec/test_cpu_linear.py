@@ -90,9 +90,27 @@ class Several(nn.Module):
         return self.narrow(self.biased(self.plain(x)) @ torch.ones(32, 32).to(x))
 
 
+class Biased(nn.Module):
+    """A product whose bias is not one value per column, one after the other, or is scaled."""
+
+    def __init__(self, bias, **factors):
+        super().__init__()
+        self.w, self.bias, self.factors = nn.Parameter(random(20, 64)), nn.Parameter(bias), factors
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.w, **self.factors)
+
+
 def test_products_with_frozen_weights_are_ours_and_no_others():
     assert graph_of(Several().eval(), random(5, 20)) == (2, 2)  # not those with 7 columns, and with no weight
     assert graph_of(Several().double().eval(), random(5, 20).double()) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "module", [Biased(random(1)), Biased(random(1).expand(64)), Biased(random(64), beta=0.5, alpha=2.0)]
+)
+def test_what_the_function_cannot_add_is_left_to_torch(module):
+    assert graph_of(module.eval(), random(5, 20)) == (0, 1)
 
 
 @pytest.mark.slow
