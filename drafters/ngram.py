@@ -31,11 +31,10 @@ class HistoryIndex:
         last = len(history) - 1  # the n-gram that ends at len(history) has no continuation yet
         start = max(0, self.indexed + 1 - sizes[-1])
         window = history[start:last].tolist()
-        for n in sizes:
-            first = max(self.indexed + 1, n)
-            tail = window[first - n - start :]
-            ngrams = zip(*(tail[i:] for i in range(n)), strict=False)  # ends with the shortest, the last full n-gram
-            self.ends.update(zip(ngrams, range(first, last + 1), strict=True))  # later ends replace earlier ones
+        for end in range(self.indexed + 1, last + 1):
+            for n in sizes:
+                if n <= end:  # later ends replace earlier ones
+                    self.ends[tuple(window[end - n - start : end - start])] = end
         self.indexed = max(self.indexed, last)
 
     def longest_match(self, history: np.ndarray, sizes: range) -> int | None:
@@ -62,6 +61,7 @@ class NGramDrafter(BaseDrafter):
     _rows: dict[int, HistoryIndex] = field(default_factory=dict, init=False, repr=False)
 
     name = "ngram"
+    trimmable = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.max_n, int) and isinstance(self.min_n, int) and 1 <= self.min_n <= self.max_n):
@@ -77,6 +77,8 @@ class NGramDrafter(BaseDrafter):
             for row_id, history, limit in zip(rows.ids, rows.tokens, budget, strict=True)
         ]
         lengths = [len(draft) for draft in drafts]
+        if not any(lengths):
+            return Draft.empty(len(drafts), rows.device)
         tokens_BN = np.zeros((len(drafts), max(lengths, default=0)), dtype=np.int64)
         for row, draft in enumerate(drafts):
             tokens_BN[row, : len(draft)] = draft

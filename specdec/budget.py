@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
+from statistics import median
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -29,6 +30,7 @@ NEAR = 1.25  # a timing at up to this many times a size tells what the size itse
 PRIOR = 0.6  # conditional acceptance that a new request is credited with
 WEIGHT = 3.0  # steps that what is known of all requests counts for beside a request's own
 MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
+NOTHING = np.empty(0)
 CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
 
 _latest: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Budget]] = weakref.WeakKeyDictionary()
@@ -48,10 +50,12 @@ class Cost:
 
     def __init__(self) -> None:
         self._timings: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._medians: dict[int, float] = {}
         self._idle: dict[int, int] = {}  # calls that have begun since a size was last timed
 
     def add(self, size: int, seconds: float) -> None:
         self._timings[size].append(seconds)
+        self._medians[size] = median(self._timings[size])
         self._idle[size] = 0
 
     def next(self) -> Cost:
@@ -60,6 +64,7 @@ class Cost:
         for size, timings in list(self._timings.items()):  # at once: another thread's call may be adding some
             if size == 0 or self._idle[size] < CALLS:
                 cost._timings[size].extend(timings.copy())
+                cost._medians[size] = self._medians[size]
                 cost._idle[size] = self._idle[size] + 1
         return cost
 
@@ -70,7 +75,7 @@ class Cost:
     def __call__(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds at `sizes`: between timed ones linear, beyond the largest as there, so that more is tried once."""
         timed = sorted(self._timings)
-        medians = [float(np.median(self._timings[size])) for size in timed]
+        medians = [self._medians[size] for size in timed]
         weights = [len(self._timings[size]) for size in timed]
         return np.interp(sizes, timed, isotonic_regression(medians, weights=weights).x)
 
@@ -91,7 +96,7 @@ class Acceptance:
         return np.minimum.accumulate((accepted + WEIGHT * common) / (drafted + WEIGHT))
 
     def record(self, request: int, drafted: int, accepted: int) -> None:
-        """One step of a request; drafting nothing lets what is known fade towards where it started."""
+        """One step of a request that could draft; drafting nothing lets what is known fade towards where it started."""
         seen = np.stack([np.arange(self.longest) < drafted, np.arange(self.longest) < accepted]).astype(float)
         own = self._own.setdefault(request, np.zeros((2, self.longest)))
         self._own[request] = MEMORY["request"] * own + seen
@@ -124,22 +129,22 @@ class Budget:
             return [0] * B
         last = np.ones(B) if rooms is None else np.array(rooms) >= max(rooms) - self.acceptance.longest
         value = last * B / last.sum()
-        worth = [v * self.acceptance.of(row)[:limit] for v, row, limit in zip(value, requests, limits, strict=True)]
+        worth = [
+            v * self.acceptance.of(row)[:limit] if limit else NOTHING
+            for v, row, limit in zip(value, requests, limits, strict=True)
+        ]
         return allocate(worth, self.step_cost, self.draft_cost)
 
     def record(
-        self,
-        requests: Sequence[int],
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        step_seconds: float,
-        draft_seconds: float,
+        self, rows: int, drafts: Sequence[tuple[int, int, int]], step_seconds: float, draft_seconds: float
     ) -> None:
-        """What a step without prompt tokens drafted, accepted and took: all but drafting, and drafting."""
-        self.step_cost.add(len(requests) + sum(drafted), step_seconds)
+        """What a step of `rows` rows without prompt tokens took: all but drafting, and drafting.   drafts: of each row
+        that could draft, its request and how many tokens were drafted and accepted."""
+        drafted = [n for _, n, _ in drafts]
+        self.step_cost.add(rows + sum(drafted), step_seconds)
         if any(drafted):
             self.draft_cost.add(max(drafted), draft_seconds)
-        for request, n_drafted, n_accepted in zip(requests, drafted, accepted, strict=True):
+        for request, n_drafted, n_accepted in drafts:
             self.acceptance.record(request, n_drafted, n_accepted)
 
     def forget(self, request: int) -> None:
@@ -170,7 +175,12 @@ def allocate(worth: Sequence[np.ndarray], step_cost: Cost, draft_cost: Cost) -> 
     order = np.lexsort((rows, depths, -values))  # of equal worth the shallower first: prefixes stay whole
     seconds = step_cost(B + np.arange(len(order) + 1))
     best, chosen = B / seconds[0], order[:0]
-    for depth, drafting in enumerate(draft_cost(np.arange(1, max(map(len, worth)) + 1)), start=1):
+    deepest = max(map(len, worth))
+    drafting_by_depth = draft_cost(np.arange(deepest + 1))
+    for depth in range(1, deepest + 1):
+        drafting = drafting_by_depth[depth]
+        if depth < deepest and drafting == drafting_by_depth[deepest]:
+            continue  # for the same, more is allowed
         allowed = order[depths[order] <= depth]
         rates = (B + np.cumsum(values[allowed])) / (seconds[1 : len(allowed) + 1] + drafting)
         k = int(np.argmax(rates))

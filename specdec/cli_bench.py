@@ -120,7 +120,7 @@ def schedule(
     raw: Raw = False,
     max_batch: Annotated[int, typer.Option(help="Rows at work at a time.")] = 8,
     max_new_tokens: MaxNewTokens = 128,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per step, at most.")] = 32,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per step, at most.")] = 16,
     repeats: Repeats = 3,
     dtype: DType = "auto",
     device: Device = "auto",

@@ -195,6 +195,9 @@ class Drafter(Protocol):
     `specdec.BaseDrafter` supplies the rest as no-ops.
 
     needs_hidden: which hidden state of the target `observe` receives: None, "post_norm" or "pre_norm".
+    trimmable:    drafts are one-hot chains that depend on the committed text alone, and cost next to nothing: where
+                  lengths are learned they are cut to what pays once it is known which rows have any (others are told
+                  how much to draft). May be left out.
     A drafter object serves one generation at a time; use one per thread.
     """
 
@@ -224,6 +227,7 @@ class BaseDrafter:
 
     name = "custom"
     needs_hidden: Literal["post_norm", "pre_norm"] | None = None
+    trimmable = False
 
     def observe(self, rows: Rows, verdict: Verdict, hidden: Sequence[Tensor] | None) -> None:
         pass

@@ -71,6 +71,8 @@ class Batch:
         self.live: dict[int, Request] = {}
         self.cache = self.target.new_cache()
         self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
+        self.limits: list[int] = []  # what each row of the step could draft
+        self.trims = getattr(self.drafter, "trimmable", False)
         self.hidden = HiddenStates()
         self.device, self.vocab_size = self.target.device, self.target.vocab_size
         self._clock = Clock(self.stats)
@@ -177,15 +179,24 @@ class Batch:
 
         Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
         follows the accepted ones)."""
-        budget = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
-        if self.budget is not None and self.drafter is not None:
-            rooms = None if self.waiting else [r.room for r in scored]
-            budget = self.budget.lengths([r.row for r in scored], budget, rooms)
-        if self.drafter is None or not any(budget):
-            return Draft.empty(len(scored), self.device), torch.zeros(len(scored), dtype=torch.bool, device=self.device)
-        draft = self.drafter.propose(self.rows(scored), budget, draws)
-        check_draft(draft, budget, self.stats.drafter, self.vocab_size, self.device)
-        return made_safe(draft, self.vocab_size)
+        none = Draft.empty(len(scored), self.device), torch.zeros(len(scored), dtype=torch.bool, device=self.device)
+        self.limits = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
+        given = self.limits if self.trims else self.worthwhile(scored)
+        if self.drafter is None or not any(given):
+            return none
+        draft = self.drafter.propose(self.rows(scored), given, draws)
+        check_draft(draft, given, self.stats.drafter, self.vocab_size, self.device)
+        if self.trims:
+            self.limits = list(draft.lengths)
+            draft = replace(draft, lengths=self.worthwhile(scored))
+        return made_safe(draft, self.vocab_size) if any(draft.lengths) else none
+
+    def worthwhile(self, scored: Sequence[Request]) -> list[int]:
+        """As much of the step's `limits` as the budget finds worth drafting."""
+        if self.budget is None or not any(self.limits):
+            return self.limits
+        rooms = None if self.waiting else [r.room for r in scored]
+        return self.budget.lengths([r.row for r in scored], self.limits, rooms)
 
     def processed(self, scored: Sequence[Request], draft: Draft, scores: Scores) -> Scores:
         """p at every node, from the target's logits there."""
@@ -268,8 +279,10 @@ class Batch:
             return
         if not self._clock.prefill:
             drafting, seconds = self._clock.step["draft"], sum(self._clock.step.values())
-            rows = [request.row for request in scored]
-            self.budget.record(rows, draft.lengths, read.n_accepted, seconds - drafting, drafting)
+            steps = zip(scored, draft.lengths, read.n_accepted, self.limits, strict=True)
+            could = [(request.row, drafted, accepted) for request, drafted, accepted, limit in steps if limit]
+            spent = 0.0 if self.trims else drafting  # what is spent anyway decides nothing
+            self.budget.record(len(scored), could, seconds - drafting, spent)
         for request in scored:
             if request.done:
                 self.budget.forget(request.row)

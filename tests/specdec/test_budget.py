@@ -99,7 +99,7 @@ def simulated(budget, steps, accept, step_seconds, draft_seconds=lambda depth: 0
         accepted = [int((random.random(n) < accept(row)).cumprod().sum()) for row, n in enumerate(drafted)]
         took = step_seconds(rows + sum(drafted)) * random.uniform(0.95, 1.05)
         drafting = draft_seconds(max(drafted))
-        budget.record(range(rows), drafted, accepted, took, drafting)
+        budget.record(rows, list(zip(range(rows), drafted, accepted, strict=True)), took, drafting)
         tokens, seconds = tokens + rows + sum(accepted), seconds + took + drafting
         lengths.append(drafted)
     return tokens / seconds, lengths
@@ -141,7 +141,7 @@ def finished(rows_ending_together, tokens, seed):
         accept = [0.9 if row == 0 else 0.02 for row in rows]
         accepted = [int((random.random(n) < p).cumprod().sum()) for p, n in zip(accept, drafted, strict=True)]
         took = (1 + 0.1 * (len(rows) + sum(drafted))) * random.uniform(0.95, 1.05)
-        budget.record(rows, drafted, accepted, took, 0.0)
+        budget.record(len(rows), list(zip(rows, drafted, accepted, strict=True)), took, 0.0)
         left[rows] -= 1 + np.array(accepted)
         seconds += took
     return seconds
@@ -187,7 +187,7 @@ def test_costs_that_are_not_timed_any_more_are_forgotten():
 
 def test_calls_of_one_kind_on_one_model_share_what_they_learned():
     model, other = tiny("llama"), tiny("llama")
-    budget_for(model, "ngram", 3).record([0], [3], [0], 1.0, 0.0)
+    budget_for(model, "ngram", 3).record(1, [(0, 3, 0)], 1.0, 0.0)
     assert budget_for(model, "ngram", 3).step_cost.knows(4)
     for kind in ((model, "mtp", 3), (model, "ngram", 2), (other, "ngram", 3)):
         assert not budget_for(*kind).step_cost.knows(4)
@@ -201,8 +201,8 @@ def test_calls_of_one_kind_on_one_model_share_what_they_learned():
 
 def test_where_others_wait_every_token_counts():
     budget = Budget(3)
-    budget.record([0, 1], [3, 3], [3, 3], 1.0, 0.0)
-    budget.record([0, 1], [0, 0], [0, 0], 1.0, 0.0)
+    budget.record(2, [(0, 3, 3), (1, 3, 3)], 1.0, 0.0)
+    budget.record(2, [(0, 0, 0), (1, 0, 0)], 1.0, 0.0)
     assert budget.lengths([0, 1], [3, 3]) == budget.lengths([0, 1], [3, 3], [20, 17]) == [3, 3]
     assert budget.lengths([0, 1], [3, 3], [20, 16]) == [3, 0]
 
@@ -210,6 +210,6 @@ def test_where_others_wait_every_token_counts():
 def test_the_cost_without_drafts_is_measured_first():
     budget = Budget(3)
     assert budget.lengths([0, 1], [3, 3]) == [0, 0]
-    budget.record([0, 1], [0, 0], [0, 0], 1.0, 0.0)
+    budget.record(2, [(0, 0, 0), (1, 0, 0)], 1.0, 0.0)
     assert budget.lengths([0, 1], [3, 1]) == [3, 1]  # as far as is known more costs nothing, so it is tried
     assert budget.lengths([5, 6, 7], [3, 3, 3]) == [0, 0, 0]
