@@ -179,17 +179,20 @@ class Batch:
 
         Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
         follows the accepted ones)."""
-        none = Draft.empty(len(scored), self.device), torch.zeros(len(scored), dtype=torch.bool, device=self.device)
         self.limits = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
         given = self.limits if self.trims else self.worthwhile(scored)
         if self.drafter is None or not any(given):
-            return none
+            return self.nothing(len(scored))
         draft = self.drafter.propose(self.rows(scored), given, draws)
         check_draft(draft, given, self.stats.drafter, self.vocab_size, self.device)
         if self.trims:
             self.limits = list(draft.lengths)
             draft = replace(draft, lengths=self.worthwhile(scored))
-        return made_safe(draft, self.vocab_size) if any(draft.lengths) else none
+        return made_safe(draft, self.vocab_size) if any(draft.lengths) else self.nothing(len(scored))
+
+    def nothing(self, rows: int) -> tuple[Draft, Tensor]:
+        """What `propose` returns where no row drafts."""
+        return Draft.empty(rows, self.device), torch.zeros(rows, dtype=torch.bool, device=self.device)
 
     def worthwhile(self, scored: Sequence[Request]) -> list[int]:
         """As much of the step's `limits` as the budget finds worth drafting."""
