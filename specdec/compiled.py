@@ -96,7 +96,7 @@ class Graph:
         # On a CPU, products with one input (q, k, v; gate and up) become one, and the graph's calls are made from C++.
         on_cpu, on_gpu = {"cpp.enable_concat_linear": True, "cpp_wrapper": True}, {"triton.cudagraphs": True}
         products = cpu_linear.OwnProducts()
-        if cpu_linear.available():
+        if self.frozen and cpu_linear.available():
             on_cpu |= {"cpp.weight_prepack": False, "post_grad_custom_pre_pass": products}
         options = {"guard_filter_fn": _on_inputs, **(on_cpu if self.frozen else on_gpu)}
         self._run = torch.compile(traced, backend=BACKEND, fullgraph=True, options=options)

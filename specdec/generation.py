@@ -62,7 +62,8 @@ def generate(
     max_batch:    most rows at work at a time, None = all; a row that ends makes place for the next one at once.
     invariant:    give every token the same logits, bit for bit, whatever is computed beside it (specdec.invariant):
                   greedy search, and sampling with verifier="coupled", then emit exactly what plain decoding does, in
-                  bfloat16 too, at any batch size and draft length up to LONGEST_DRAFT. It costs the padding.
+                  bfloat16 too, at any batch size and draft length up to LONGEST_DRAFT. It costs the padding; compiled
+                  where the graph is batch invariant (specdec.compiled), nothing.
     compile:      run the target, and a draft model, through `torch.compile` (see specdec.compiled): faster steps, after
                   a minute or more in the first call on a model; "auto" does so on CUDA only.
     return_stats: also return the call's `Stats`: (output, stats).
