@@ -61,11 +61,11 @@ class Cost:
     def next(self) -> Cost:
         """For another call."""
         cost = Cost()
-        for size, timings in list(self._timings.items()):  # at once: another thread's call may be adding some
-            if size == 0 or self._idle[size] < CALLS:
-                cost._timings[size].extend(timings.copy())
+        for size, idle in list(self._idle.items()):  # which `add` writes last: another thread's call may be adding some
+            if size == 0 or idle < CALLS:
+                cost._timings[size].extend(self._timings[size].copy())
                 cost._medians[size] = self._medians[size]
-                cost._idle[size] = self._idle[size] + 1
+                cost._idle[size] = idle + 1
         return cost
 
     def knows(self, size: int) -> bool:

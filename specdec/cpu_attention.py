@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import CppCodeCache
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from specdec.cache import SlotLayer
+from specdec.own_cpp import loaded
 from specdec.step import Step
-
-logger = logging.getLogger("specdec")
 
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 PAIR = 32  # head sizes are multiples of it
@@ -32,11 +28,8 @@ ARGUMENTS += [_COUNT, _COUNT, _TENSOR]
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions, which torch keeps on disk; None, logged once, where they cannot be compiled."""
-    try:
-        found = CppCodeCache.load(SOURCE.read_text(), extra_flags=("-march=native", "-ffp-contract=fast"))
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning("attention runs through torch's operators, as its C++ cannot be compiled here: %s", reason)
+    found = loaded(SOURCE, "attention runs through torch's operators")
+    if found is None:
         return None
     for function in (found.attend_float32, found.attend_bfloat16):
         function.argtypes, function.restype = ARGUMENTS, None

@@ -8,17 +8,14 @@ AMX. The function, in cpu_linear.cpp, reads every weight once per step, in order
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch.fx import Graph, Node
 
-logger = logging.getLogger("specdec")
+from specdec.own_cpp import loaded
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
 LANES = 16
@@ -33,11 +30,7 @@ def available() -> bool:
     """Whether this machine is one where `specdec::linear` was measured to be the faster one, and can compile it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or torch.cpu._is_amx_tile_supported():
         return False
-    try:
-        CppCodeCache.load(SOURCE.read_text(), extra_flags=("-march=native", "-ffp-contract=fast"))
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        reason = str(error).strip().partition("\n")[0]
-        logger.warning("matrix products are oneDNN's, as specdec's C++ cannot be compiled here: %s", reason)
+    if loaded(SOURCE, "matrix products are oneDNN's") is None:
         return False
 
     @torch.library.register_fake("specdec::linear")
@@ -100,7 +93,7 @@ class OwnProducts(CustomGraphPass):
 
 def _sums(node: Node) -> bool:
     """Whether a node is a product of torch's of more than one term."""
-    if node.target in PRODUCTS | BATCHED:
-        x = node.args[(PRODUCTS | BATCHED)[node.target][1]]
-        return x.meta["val"].shape[-1] != 1
+    places = (PRODUCTS | BATCHED).get(node.target)
+    if places is not None:
+        return node.args[places[1]].meta["val"].shape[-1] != 1
     return node.target in (aten.convolution.default, aten.mv.default, aten.dot.default)
