@@ -37,13 +37,14 @@ class HistoryIndex:
                     self.ends[tuple(window[end - n - start : end - start])] = end
         self.indexed = max(self.indexed, last)
 
-    def longest_match(self, history: np.ndarray, sizes: range) -> int | None:
-        """Position of the token that followed the most recent earlier occurrence of the longest matching suffix."""
+    def longest_match(self, history: np.ndarray, sizes: range) -> tuple[int, int]:
+        """Position of the token that followed the most recent earlier occurrence of the longest matching suffix, and
+        how many tokens that suffix has; (0, 0) where none matches."""
         suffix = tuple(history[-sizes[-1] :].tolist())
         for n in reversed(sizes):
             if n <= len(suffix) and (end := self.ends.get(suffix[-n:])) is not None:
-                return end
-        return None
+                return end, n
+        return 0, 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,8 @@ class NGramDrafter(BaseDrafter):
 
     Where the source runs into the end of the history it goes on with the tokens just drafted, as in LZ77: for
     `a b c a b`, five tokens are drafted as `c a b c a`. A repetition is thereby drafted to the full budget although
-    its most recent occurrence lies only one period back. Draft tokens are one-hot.
+    its most recent occurrence lies only one period back. Draft tokens are one-hot, and drafts are graded by how many
+    tokens match, which tells most about what will be accepted.
     """
 
     max_n: int = 4
@@ -72,17 +74,18 @@ class NGramDrafter(BaseDrafter):
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
         """Draft up to budget[b] tokens per row; see the class."""
-        drafts = [
+        found = [
             self._continuation(row_id, history, limit)
             for row_id, history, limit in zip(rows.ids, rows.tokens, budget, strict=True)
         ]
-        lengths = [len(draft) for draft in drafts]
+        lengths = [len(draft) for draft, _ in found]
         if not any(lengths):
-            return Draft.empty(len(drafts), rows.device)
-        tokens_BN = np.zeros((len(drafts), max(lengths, default=0)), dtype=np.int64)
-        for row, draft in enumerate(drafts):
+            return Draft.empty(len(found), rows.device)
+        tokens_BN = np.zeros((len(found), max(lengths)), dtype=np.int64)
+        for row, (draft, _) in enumerate(found):
             tokens_BN[row, : len(draft)] = draft
-        return Draft(torch.from_numpy(tokens_BN).to(rows.device, non_blocking=True), lengths)
+        tokens = torch.from_numpy(tokens_BN).to(rows.device, non_blocking=True)
+        return Draft(tokens, lengths, grades=[matched for _, matched in found])
 
     def admit(self, ids: Sequence[int]) -> None:
         """Forget what an earlier request left under these ids; a new one is indexed when first seen."""
@@ -92,12 +95,13 @@ class NGramDrafter(BaseDrafter):
         for row_id in ids:
             self._rows.pop(row_id, None)
 
-    def _continuation(self, row_id: int, history: np.ndarray, limit: int) -> np.ndarray:
+    def _continuation(self, row_id: int, history: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
+        """The draft of a row, and how many tokens matched."""
         sizes = range(self.min_n, self.max_n + 1)
         index = self._rows.setdefault(row_id, HistoryIndex())
         index.extend(history, sizes)
-        source = index.longest_match(history, sizes)
-        if source is None or limit == 0:
-            return history[:0]
+        source, matched = index.longest_match(history, sizes)
+        if not matched or limit == 0:
+            return history[:0], 0
         period = len(history) - source
-        return history[source + np.arange(limit) % period]
+        return history[source + np.arange(limit) % period], matched

@@ -5,7 +5,10 @@ and emits B tokens plus those accepted. Drafted tokens are spent in the order of
 being accepted, so the best k is a maximum over one sequence. T, D and the probabilities are learned from the steps.
 
 Where no request waits for a place, a batch takes as long as its last row, and tokens of the others are worth nothing:
-rows that are ahead of the last by more than a full draft draft nothing until it has caught up.
+rows that are ahead of the last by more than a full draft is expected to give it draft nothing until it has caught up.
+
+A drafter may know which of its drafts rest on more (an n-gram's match is longer), and grade them: how often drafts are
+accepted is learned by grade, and by request.
 
 What a call has learned is where the next one on the same model begins: in a batch of eight, trying a length that does
 not pay costs as much as several plain steps.
@@ -19,18 +22,18 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
-WINDOW = 9  # latest timings of one size that count: their median is deaf to a slow spell
+WINDOW = 33  # latest timings of one size that count: their median is deaf to slow spells, also to long ones
 NEAR = 1.25  # a timing at up to this many times a size tells what the size itself costs
-PRIOR = 0.6  # conditional acceptance that a new request is credited with
-WEIGHT = 3.0  # steps that what is known of all requests counts for beside a request's own
+PRIOR = 0.6  # acceptance of a token that is reached, before any was seen
+WEIGHT = 3.0  # tokens that what is known of all requests counts for beside a request's own, a lower grade beside a higher
 MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
-NOTHING = np.empty(0)
 CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
 
 _latest: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Budget]] = weakref.WeakKeyDictionary()
@@ -80,27 +83,49 @@ class Cost:
         return np.interp(sizes, timed, isotonic_regression(medians, weights=weights).x)
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a step drafted for a request that could draft (`tokens` may be 0 even so), and how many were accepted."""
+
+    request: int
+    tokens: int
+    accepted: int
+    grade: int = 0
+
+
 class Acceptance:
-    """Probability that a row's j-th drafted token is accepted, j = 0.., by request, leaning on that of all requests."""
+    """Probability that the first j drafted tokens of a row are accepted, j = 1...
+
+    What is learned is whether a token is accepted once those before it are: by depth from all requests, of every grade
+    leaning on the one below it, and over all depths from the request itself. So deeper tokens than it ever drafted
+    are judged by those it did."""
 
     def __init__(self, longest: int):
         self.longest = longest
-        self._start = np.stack([np.full(longest, WEIGHT), WEIGHT * PRIOR ** np.arange(1, longest + 1)])
-        self._all = self._start
-        self._own: dict[int, np.ndarray] = {}  # request -> [2, longest] times drafted and accepted, fading
+        self._all: dict[int, np.ndarray] = {}  # grade -> [2, longest] times reached and accepted, fading
+        self._own: dict[int, np.ndarray] = {}  # request -> [2, 1], the same over all depths
 
-    def of(self, request: int) -> np.ndarray:
+    def of(self, request: int, grade: int = 0) -> np.ndarray:
         """[longest] estimates, which never rise from one token to the next."""
-        common = self._all[1] / self._all[0]
-        drafted, accepted = self._own.get(request, np.zeros((2, self.longest)))
-        return np.minimum.accumulate((accepted + WEIGHT * common) / (drafted + WEIGHT))
+        known = [self._all[lower] for lower in sorted(self._all) if lower <= grade]
+        if request in self._own:
+            known.append(self._own[request])
+        accepted_if_reached = np.full(self.longest, PRIOR)
+        for reached, accepted in known:
+            accepted_if_reached = (accepted + WEIGHT * accepted_if_reached) / (reached + WEIGHT)
+        return accepted_if_reached.cumprod()
 
-    def record(self, request: int, drafted: int, accepted: int) -> None:
-        """One step of a request that could draft; drafting nothing lets what is known fade towards where it started."""
-        seen = np.stack([np.arange(self.longest) < drafted, np.arange(self.longest) < accepted]).astype(float)
-        own = self._own.setdefault(request, np.zeros((2, self.longest)))
-        self._own[request] = MEMORY["request"] * own + seen
-        self._all = self._start + MEMORY["all"] * (self._all - self._start) + seen
+    def record(self, drafts: Sequence[Drafted]) -> None:
+        """One step; of a request that drafted nothing what is known fades towards where it started."""
+        fading = MEMORY["all"] ** len(drafts)
+        self._all = {grade: fading * known for grade, known in self._all.items()}
+        depth = np.arange(self.longest)
+        for draft in drafts:
+            accepted = depth < draft.accepted
+            seen = np.stack([(depth < draft.tokens) & (depth <= draft.accepted), accepted]).astype(float)
+            self._all[draft.grade] = self._all.get(draft.grade, 0.0) + seen
+            own = self._own.get(draft.request, 0.0)
+            self._own[draft.request] = MEMORY["request"] * own + seen.sum(1, keepdims=True)
 
     def forget(self, request: int) -> None:
         self._own.pop(request, None)
@@ -108,7 +133,7 @@ class Acceptance:
     def next(self) -> Acceptance:
         """For another call: of other requests, but like those of this one."""
         acceptance = Acceptance(self.longest)
-        acceptance._all = self._all
+        acceptance._all = self._all.copy()
         return acceptance
 
 
@@ -120,32 +145,37 @@ class Budget:
         self.acceptance = Acceptance(longest)
         self.draft_cost.add(0, 0.0)
 
-    def lengths(self, requests: Sequence[int], limits: Sequence[int], rooms: Sequence[int] | None = None) -> list[int]:
+    def lengths(
+        self,
+        requests: Sequence[int],
+        limits: Sequence[int],
+        rooms: Sequence[int] | None = None,
+        grades: Sequence[int] | None = None,
+    ) -> list[int]:
         """How many tokens each request drafts now, at most `limits`; none where the cost of none is not known yet.
 
-        rooms: tokens that each may still emit, for requests that end together; None where others take their places."""
+        rooms: tokens that each may still emit, for requests that end together; None where others take their places.
+        grades: of what each could draft; None where the drafter tells none."""
         B = len(requests)
         if not self.step_cost.knows(B):
             return [0] * B
-        last = np.ones(B) if rooms is None else np.array(rooms) >= max(rooms) - self.acceptance.longest
-        value = last * B / last.sum()
-        worth = [
-            v * self.acceptance.of(row)[:limit] if limit else NOTHING
-            for v, row, limit in zip(value, requests, limits, strict=True)
-        ]
+        expected = [self.acceptance.of(*of) for of in zip(requests, grades or [0] * B, strict=True)]
+        value = np.ones(B)
+        if rooms is not None:
+            most = max(rooms)
+            last = np.array(rooms) >= most - expected[rooms.index(most)].sum()
+            value = last * B / last.sum()
+        worth = [v * each[:limit] for v, each, limit in zip(value, expected, limits, strict=True)]
         return allocate(worth, self.step_cost, self.draft_cost)
 
-    def record(
-        self, rows: int, drafts: Sequence[tuple[int, int, int]], step_seconds: float, draft_seconds: float
-    ) -> None:
-        """What a step of `rows` rows without prompt tokens took: all but drafting, and drafting.   drafts: of each row
-        that could draft, its request and how many tokens were drafted and accepted."""
-        drafted = [n for _, n, _ in drafts]
+    def record(self, rows: int, drafts: Sequence[Drafted], step_seconds: float, draft_seconds: float) -> None:
+        """What a step of `rows` rows without prompt tokens took: all but drafting, and drafting.   drafts: of the rows
+        that could draft."""
+        drafted = [draft.tokens for draft in drafts]
         self.step_cost.add(rows + sum(drafted), step_seconds)
         if any(drafted):
             self.draft_cost.add(max(drafted), draft_seconds)
-        for request, n_drafted, n_accepted in drafts:
-            self.acceptance.record(request, n_drafted, n_accepted)
+        self.acceptance.record(drafts)
 
     def forget(self, request: int) -> None:
         """The request is done."""

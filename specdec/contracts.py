@@ -35,6 +35,9 @@ class Draft:
     q_ids:    [Vd] target ids of q's columns for a drafter with a reduced vocabulary; None means Vd = V.
     one_hot:  [B] bool, rows whose tokens were chosen deterministically (n-gram, arg-max) although other rows of the
               batch were sampled; None means no row if there is a q, every row if there is none.
+    grades:   one int per row, higher where the draft rests on more: among drafts of one grade about as many are
+              accepted. Where lengths are learned, acceptance is learned by grade. Only of `trimmable` drafters; None
+              means that all are alike.
     """
 
     tokens: Tensor
@@ -44,6 +47,7 @@ class Draft:
     q_logz: Tensor | None = None
     q_ids: Tensor | None = None
     one_hot: Tensor | None = None
+    grades: Sequence[int] | None = None
 
     @cached_property
     def lengths_B(self) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specdec.budget import Budget
+from specdec.budget import Budget, Drafted
 from specdec.columns import Columns
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
 from specdec.draft_checks import check_draft, claimed, made_safe
@@ -187,19 +187,19 @@ class Batch:
         check_draft(draft, given, self.stats.drafter, self.vocab_size, self.device)
         if self.trims:
             self.limits = list(draft.lengths)
-            draft = replace(draft, lengths=self.worthwhile(scored))
+            draft = replace(draft, lengths=self.worthwhile(scored, draft.grades))
         return made_safe(draft, self.vocab_size) if any(draft.lengths) else self.nothing(len(scored))
 
     def nothing(self, rows: int) -> tuple[Draft, Tensor]:
         """What `propose` returns where no row drafts."""
         return Draft.empty(rows, self.device), torch.zeros(rows, dtype=torch.bool, device=self.device)
 
-    def worthwhile(self, scored: Sequence[Request]) -> list[int]:
+    def worthwhile(self, scored: Sequence[Request], grades: Sequence[int] | None = None) -> list[int]:
         """As much of the step's `limits` as the budget finds worth drafting."""
         if self.budget is None or not any(self.limits):
             return self.limits
         rooms = None if self.waiting else [r.room for r in scored]
-        return self.budget.lengths([r.row for r in scored], self.limits, rooms)
+        return self.budget.lengths([r.row for r in scored], self.limits, rooms, grades)
 
     def processed(self, scored: Sequence[Request], draft: Draft, scores: Scores) -> Scores:
         """p at every node, from the target's logits there."""
@@ -282,8 +282,9 @@ class Batch:
             return
         if not self._clock.prefill:
             drafting, seconds = self._clock.step["draft"], sum(self._clock.step.values())
-            steps = zip(scored, draft.lengths, read.n_accepted, self.limits, strict=True)
-            could = [(request.row, drafted, accepted) for request, drafted, accepted, limit in steps if limit]
+            grades = draft.grades or [0] * len(scored)
+            steps = zip(scored, draft.lengths, read.n_accepted, grades, self.limits, strict=True)
+            could = [Drafted(request.row, *of) for request, *of, limit in steps if limit]
             spent = 0.0 if self.trims else drafting  # what is spent anyway decides nothing
             self.budget.record(len(scored), could, seconds - drafting, spent)
         for request in scored:

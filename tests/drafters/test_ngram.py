@@ -101,6 +101,8 @@ def test_by_hand():
     }
     expected = [[4, 5, 1], [6, 8], [3, 1, 2, 3, 1], [], []]
     assert proposed(drafter, histories, [3, 2, 5, 4, 4]) == expected
+    rows = Rows(list(histories), [np.array(tokens) for tokens in histories.values()], torch.device("cpu"), 10)
+    assert drafter.propose(rows, [3, 2, 5, 4, 4], None).grades == [2, 3, 2, 0, 0]  # tokens that match
 
 
 def test_no_rows_and_no_budget():
