@@ -13,13 +13,14 @@ accepted is learned by grade, and by request.
 What a call has learned is where the next one on the same model begins: in a batch of eight, trying a length that does
 not pay costs as much as several plain steps.
 
-The lengths are fixed before anything is drafted, from earlier steps alone: a rule that looked at a sampled token and
-then dropped it would bias the output.
+The lengths follow from earlier steps, and of drafts that are a function of the text from the text: a rule that looked
+at a sampled token and then dropped it would bias the output.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
 WINDOW = 33  # latest timings of one size that count: their median is deaf to slow spells, also to long ones
+MOVED = 0.01  # change of a median, relative, that counts
 NEAR = 1.25  # a timing at up to this many times a size tells what the size itself costs
 PRIOR = 0.6  # acceptance of a token that is reached, before any was seen
-WEIGHT = 3.0  # tokens that what is known of all requests counts for beside a request's own, a lower grade beside a higher
+WEIGHT = 3.0  # tokens that count for all requests' acceptance beside a request's own, a lower grade's beside a higher's
 MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
 CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
 
@@ -54,11 +56,14 @@ class Cost:
     def __init__(self) -> None:
         self._timings: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._medians: dict[int, float] = {}
+        self._curve: np.ndarray | None = None  # seconds by size, until a median has moved
         self._idle: dict[int, int] = {}  # calls that have begun since a size was last timed
 
     def add(self, size: int, seconds: float) -> None:
         self._timings[size].append(seconds)
-        self._medians[size] = median(self._timings[size])
+        now, before = median(self._timings[size]), self._medians.get(size)
+        if before is None or abs(now - before) > MOVED * before:
+            self._medians[size], self._curve = now, None
         self._idle[size] = 0
 
     def next(self) -> Cost:
@@ -77,10 +82,12 @@ class Cost:
 
     def __call__(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds at `sizes`: between timed ones linear, beyond the largest as there, so that more is tried once."""
-        timed = sorted(self._timings)
-        medians = [self._medians[size] for size in timed]
-        weights = [len(self._timings[size]) for size in timed]
-        return np.interp(sizes, timed, isotonic_regression(medians, weights=weights).x)
+        if self._curve is None:
+            timed = sorted(self._medians)
+            medians, weights = zip(*((self._medians[size], len(self._timings[size])) for size in timed), strict=True)
+            seconds = isotonic_regression(medians, weights=weights).x
+            self._curve = np.interp(np.arange(timed[-1] + 1), timed, seconds)
+        return self._curve[np.minimum(sizes, len(self._curve) - 1)]
 
 
 @dataclass(frozen=True)
@@ -103,29 +110,30 @@ class Acceptance:
     def __init__(self, longest: int):
         self.longest = longest
         self._all: dict[int, np.ndarray] = {}  # grade -> [2, longest] times reached and accepted, fading
-        self._own: dict[int, np.ndarray] = {}  # request -> [2, 1], the same over all depths
+        self._own: dict[int, tuple[float, float]] = {}  # request -> the same over all depths
 
-    def of(self, request: int, grade: int = 0) -> np.ndarray:
-        """[longest] estimates, which never rise from one token to the next."""
-        known = [self._all[lower] for lower in sorted(self._all) if lower <= grade]
-        if request in self._own:
-            known.append(self._own[request])
-        accepted_if_reached = np.full(self.longest, PRIOR)
-        for reached, accepted in known:
-            accepted_if_reached = (accepted + WEIGHT * accepted_if_reached) / (reached + WEIGHT)
-        return accepted_if_reached.cumprod()
+    def of(self, requests: Sequence[int], grades: Sequence[int]) -> np.ndarray:
+        """[B, longest] estimates, which never rise from one token to the next."""
+        learned = sorted(self._all)
+        by_grade = [np.full(self.longest, PRIOR)]  # below all that were learned, then of each
+        for grade in learned:
+            reached, accepted = self._all[grade]
+            by_grade.append((accepted + WEIGHT * by_grade[-1]) / (reached + WEIGHT))
+        of_all = np.array([by_grade[bisect_right(learned, grade)] for grade in grades])
+        own = np.array([self._own.get(request, (0.0, 0.0)) for request in requests])
+        return ((own[:, 1:] + WEIGHT * of_all) / (own[:, :1] + WEIGHT)).cumprod(1)
 
     def record(self, drafts: Sequence[Drafted]) -> None:
         """One step; of a request that drafted nothing what is known fades towards where it started."""
-        fading = MEMORY["all"] ** len(drafts)
+        fading, fading_own = MEMORY["all"] ** len(drafts), MEMORY["request"]
         self._all = {grade: fading * known for grade, known in self._all.items()}
-        depth = np.arange(self.longest)
         for draft in drafts:
-            accepted = depth < draft.accepted
-            seen = np.stack([(depth < draft.tokens) & (depth <= draft.accepted), accepted]).astype(float)
-            self._all[draft.grade] = self._all.get(draft.grade, 0.0) + seen
-            own = self._own.get(draft.request, 0.0)
-            self._own[draft.request] = MEMORY["request"] * own + seen.sum(1, keepdims=True)
+            reached = min(draft.tokens, draft.accepted + 1)
+            known = self._all.setdefault(draft.grade, np.zeros((2, self.longest)))
+            known[0, :reached] += 1
+            known[1, : draft.accepted] += 1
+            own = self._own.get(draft.request, (0.0, 0.0))
+            self._own[draft.request] = fading_own * own[0] + reached, fading_own * own[1] + draft.accepted
 
     def forget(self, request: int) -> None:
         self._own.pop(request, None)
@@ -159,13 +167,12 @@ class Budget:
         B = len(requests)
         if not self.step_cost.knows(B):
             return [0] * B
-        expected = [self.acceptance.of(*of) for of in zip(requests, grades or [0] * B, strict=True)]
-        value = np.ones(B)
+        worth = self.acceptance.of(requests, [0] * B if grades is None else grades)
         if rooms is not None:
             most = max(rooms)
-            last = np.array(rooms) >= most - expected[rooms.index(most)].sum()
-            value = last * B / last.sum()
-        worth = [v * each[:limit] for v, each, limit in zip(value, expected, limits, strict=True)]
+            last = np.array(rooms) >= most - worth[rooms.index(most)].sum()
+            worth *= (last * B / last.sum())[:, None]
+        worth *= np.arange(self.acceptance.longest) < np.array(limits)[:, None]
         return allocate(worth, self.step_cost, self.draft_cost)
 
     def record(self, rows: int, drafts: Sequence[Drafted], step_seconds: float, draft_seconds: float) -> None:
@@ -189,31 +196,28 @@ class Budget:
         return budget
 
 
-def allocate(worth: Sequence[np.ndarray], step_cost: Cost, draft_cost: Cost) -> list[int]:
+def allocate(worth: np.ndarray, step_cost: Cost, draft_cost: Cost) -> list[int]:
     """Lengths per row that maximise (B + worth of the drafted tokens) / seconds.
 
-    worth: per row, of each token it may draft: the probability that it is accepted, times what a token of this row is
-    worth beside those of others; never rising.
+    worth: [B, longest], of each token: the probability that it is accepted, times what a token of this row is worth
+    beside those of others; never rising along a row; 0 of what is not to be drafted.
 
     For a greatest depth and a number k of drafted tokens the best choice is the k most valuable ones, which are whole
     prefixes since worth never rises; so the maximum is over these two alone. Of equal rates the fewest tokens win.
     """
-    B = len(worth)
-    rows = np.repeat(np.arange(B), [len(values) for values in worth])
-    depths = np.concatenate([np.arange(1, len(values) + 1) for values in worth])
-    values = np.concatenate(worth)
-    order = np.lexsort((rows, depths, -values))  # of equal worth the shallower first: prefixes stay whole
+    B, longest = worth.shape
+    values = worth.ravel()
+    order = np.argsort(-values, kind="stable")[: np.count_nonzero(values)]  # equal ones as in the row
+    depths = order % longest + 1
     seconds = step_cost(B + np.arange(len(order) + 1))
+    drafting = draft_cost(np.arange(longest + 1))
     best, chosen = B / seconds[0], order[:0]
-    deepest = max(map(len, worth))
-    drafting_by_depth = draft_cost(np.arange(deepest + 1))
-    for depth in range(1, deepest + 1):
-        drafting = drafting_by_depth[depth]
-        if depth < deepest and drafting == drafting_by_depth[deepest]:
-            continue  # for the same, more is allowed
-        allowed = order[depths[order] <= depth]
-        rates = (B + np.cumsum(values[allowed])) / (seconds[1 : len(allowed) + 1] + drafting)
+    for depth in range(1, longest + 1):
+        allowed = order[depths <= depth]
+        if not len(allowed) or (depth < longest and drafting[depth] == drafting[longest]):
+            continue  # nothing to draft, or for the same more is allowed
+        rates = (B + np.cumsum(values[allowed])) / (seconds[1 : len(allowed) + 1] + drafting[depth])
         k = int(np.argmax(rates))
         if rates[k] > best:
             best, chosen = rates[k], allowed[: k + 1]
-    return np.bincount(rows[chosen], minlength=B).tolist()
+    return np.bincount(chosen // longest, minlength=B).tolist()
