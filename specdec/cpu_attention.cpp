@@ -5,20 +5,9 @@
 // token's sums run over its own slots in an order that nothing else decides: not the rows beside it, not how many of
 // its own row's tokens come with it, not the threads. So its result is the same bits in whatever step.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <memory>
-#include <vector>
-#include <omp.h>
 
-typedef float Vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-
-constexpr int64_t LANES = 16, PAIR = 2 * LANES; // head sizes are multiples of a pair of registers
-constexpr int64_t BLOCK = 64, PIECE = 128;
+constexpr int64_t BLOCK = 64, PIECE = 128; // slots; head sizes are multiples of PAIR
 constexpr int64_t QUERIES = 48; // of a prompt chunk that share what is read of the cache
 constexpr int ROWS = 6; // of a product, with four registers of sums each
 constexpr float HIDDEN = -3e38f; // score of a slot that is not seen: its exponential is zero beside NOTHING
@@ -30,24 +19,6 @@ struct Row {
     int64_t count() const { return last - first; }
     int64_t end() const { return start + count(); }
 };
-
-static inline Vec load(const float *p) { return *(const Vec *)p; }
-static inline Vec load(const uint16_t *p) { return (Vec)(__builtin_convertvector(*(const Halves *)p, Words) << 16); }
-static inline void store(float *p, Vec x) { *(Vec *)p = x; }
-
-// Two registers of a row: in float32 in order; in bfloat16 its even and its odd columns, of which a word holds one each.
-static inline void load_pair(const float *p, Vec &a, Vec &b) { a = load(p), b = load(p + LANES); }
-static inline void load_pair(const uint16_t *p, Vec &a, Vec &b) {
-    const Words both = *(const Words *)p;
-    a = (Vec)(both << 16), b = (Vec)(both & 0xffff0000u);
-}
-
-static inline Words rounded(Vec x) { // to bfloat16 in the upper half, to nearest, ties to even
-    const Words bits = (Words)x;
-    return bits + 0x7fff + ((bits >> 16) & 1);
-}
-static inline void store_pair(float *p, Vec a, Vec b) { store(p, a), store(p + LANES, b); }
-static inline void store_pair(uint16_t *p, Vec a, Vec b) { *(Words *)p = rounded(a) >> 16 | (rounded(b) & 0xffff0000u); }
 
 static inline Vec all(float x) { return x - (Vec){}; }
 

@@ -3,27 +3,15 @@
 // All sums are in float32 and run over the input features in order, each in one register lane. A tile is up to ROWS rows
 // of x and one panel of COLUMNS columns of y: it stays in registers while the panel is read once, from first to last.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <optional>
-#include <vector>
-#include <omp.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-typedef float Vec __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-
-constexpr int64_t LANES = 16, COLUMNS = 2 * LANES;
+constexpr int64_t COLUMNS = PAIR; // of a panel
 constexpr int ROWS = 14; // with two registers of sums each, two of weights and one of x, all 32 but one
 constexpr int64_t CACHED = 1 << 18; // values of x at a time, which every panel passes over
 constexpr int64_t AHEAD = 32; // input features whose weights are fetched early: the processor's own guesses stop at a page
-
-static inline Vec load(const float *p) { return *(const Vec *)p; }
-static inline Vec load(const uint16_t *p) { return (Vec)(__builtin_convertvector(*(const Halves *)p, Words) << 16); }
 
 static inline float one(float x) { return x; }
 static inline float one(uint16_t x) {
@@ -33,22 +21,15 @@ static inline float one(uint16_t x) {
     return value;
 }
 
-static inline void store(float *p, Vec x) { *(Vec *)p = x; }
-static inline void store(uint16_t *p, Vec x) { // to nearest, ties to even
-    Words bits = (Words)x;
-    *(Halves *)p = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
-}
-
 // A panel's weights of one input feature: 32 floats in order, or 32 halves, those of columns c and c + 16 in one word.
 static inline void weights(const float *p, Vec &left, Vec &right) {
     __builtin_prefetch(p + AHEAD * COLUMNS);
     __builtin_prefetch(p + AHEAD * COLUMNS + LANES);
-    left = load(p), right = load(p + LANES);
+    load_pair(p, left, right);
 }
 static inline void weights(const uint16_t *p, Vec &left, Vec &right) {
     __builtin_prefetch(p + AHEAD * COLUMNS);
-    const Words both = *(const Words *)p;
-    left = (Vec)(both << 16), right = (Vec)(both & 0xffff0000u);
+    load_pair(p, left, right);
 }
 
 // y[rows][COLUMNS] of x[K][rows] and a panel w[K][COLUMNS].
