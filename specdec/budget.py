@@ -13,8 +13,8 @@ accepted is learned by grade, and by request.
 What a call has learned is where the next one on the same model begins: in a batch of eight, trying a length that does
 not pay costs as much as several plain steps.
 
-The lengths follow from earlier steps, and of drafts that are a function of the text from the text: a rule that looked
-at a sampled token and then dropped it would bias the output.
+A length depends on earlier steps alone, and where the draft is a function of the committed text, on that draft too: a
+rule that looked at a sampled token and then dropped it would bias the output.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from transformers import PreTrainedModel
 
-WINDOW = 33  # latest timings of one size that count: their median is deaf to slow spells, also to long ones
+WINDOW = 33  # latest timings of one size that count: their median is deaf to slow spells of half as many
 MOVED = 0.01  # change of a median, relative, that counts
-NEAR = 1.25  # a timing at up to this many times a size tells what the size itself costs
 PRIOR = 0.6  # acceptance of a token that is reached, before any was seen
-WEIGHT = 3.0  # tokens that count for all requests' acceptance beside a request's own, a lower grade's beside a higher's
-MEMORY = {"request": 0.9, "all": 0.99}  # what each step leaves of earlier ones; what is forgotten is tried again
+WEIGHT = 3.0  # tokens seen of all requests that one's own are held against; so too a lower grade's against a higher's
+MEMORY = {"request": 0.9, "all": 0.99}  # what a draft leaves of earlier ones; what is forgotten is tried again
 CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
 
 _latest: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Budget]] = weakref.WeakKeyDictionary()
@@ -77,8 +76,8 @@ class Cost:
         return cost
 
     def knows(self, size: int) -> bool:
-        """Whether anything from `size` to a little above it has been timed."""
-        return any(size <= timed <= NEAR * size for timed in self._timings)
+        """Whether just this size has been timed: taken for as dear as the next larger one it would never be."""
+        return size in self._timings
 
     def __call__(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds at `sizes`: between timed ones linear, beyond the largest as there, so that more is tried once."""
@@ -175,14 +174,11 @@ class Budget:
         worth *= np.arange(self.acceptance.longest) < np.array(limits)[:, None]
         return allocate(worth, self.step_cost, self.draft_cost)
 
-    def record(self, rows: int, drafts: Sequence[Drafted], step_seconds: float, draft_seconds: float) -> None:
-        """What a step of `rows` rows without prompt tokens took: all but drafting, and drafting.   drafts: of the rows
-        that could draft."""
-        drafted = [draft.tokens for draft in drafts]
+    def time(self, rows: int, drafted: Sequence[int], step_seconds: float, draft_seconds: float) -> None:
+        """What a step of `rows` rows without prompt tokens took: all but drafting, and drafting.   drafted: tokens by
+        row."""
         self.step_cost.add(rows + sum(drafted), step_seconds)
-        if any(drafted):
-            self.draft_cost.add(max(drafted), draft_seconds)
-        self.acceptance.record(drafts)
+        self.draft_cost.add(max(drafted), draft_seconds)
 
     def forget(self, request: int) -> None:
         """The request is done."""
@@ -211,7 +207,7 @@ def allocate(worth: np.ndarray, step_cost: Cost, draft_cost: Cost) -> list[int]:
     depths = order % longest + 1
     seconds = step_cost(B + np.arange(len(order) + 1))
     drafting = draft_cost(np.arange(longest + 1))
-    best, chosen = B / seconds[0], order[:0]
+    best, chosen = B / (seconds[0] + drafting[0]), order[:0]
     for depth in range(1, longest + 1):
         allowed = order[depths <= depth]
         if not len(allowed) or (depth < longest and drafting[depth] == drafting[longest]):

@@ -35,9 +35,9 @@ class Draft:
     q_ids:    [Vd] target ids of q's columns for a drafter with a reduced vocabulary; None means Vd = V.
     one_hot:  [B] bool, rows whose tokens were chosen deterministically (n-gram, arg-max) although other rows of the
               batch were sampled; None means no row if there is a q, every row if there is none.
-    grades:   one int per row, higher where the draft rests on more: among drafts of one grade about as many are
-              accepted. Where lengths are learned, acceptance is learned by grade. Only of `trimmable` drafters; None
-              means that all are alike.
+    grades:   one int per row, a few different ones, higher where the draft rests on more: drafts of one grade are about
+              as often accepted. Where the lengths of a `trimmable` drafter are learned, acceptance is learned by
+              grade. None means that all are alike.
     """
 
     tokens: Tensor

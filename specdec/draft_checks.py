@@ -55,8 +55,11 @@ def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int, devic
                 f"drafter {drafter!r} drafted {length} tokens in row {b}, where the budget is {limit} and the tokens "
                 f"tensor has {tokens.shape[1]} columns: draft no more than budget[b]"
             )
-    if draft.grades is not None and len(draft.grades) != B:
-        raise ValueError(f"drafter {drafter!r} returned grades {draft.grades!r} for {B} rows: give a list of {B} ints")
+    grades = draft.grades
+    if grades is not None and not (isinstance(grades, Sequence) and [type(grade) for grade in grades] == [int] * B):
+        raise ValueError(
+            f"drafter {drafter!r} returned grades {grades!r} for {B} rows: give a list of {B} ints, or None"
+        )
     parents = draft.parents
     if parents is not None and (parents.dtype != torch.long or parents.shape != tokens.shape):
         raise ValueError(

@@ -280,13 +280,14 @@ class Batch:
             self.budget = None
         if self.budget is None:
             return
+        grades = draft.grades if self.trims and draft.grades else [0] * len(scored)
+        steps = zip(scored, draft.lengths, read.n_accepted, grades, self.limits, strict=True)
+        could = [Drafted(request.row, *of) for request, *of, limit in steps if limit]
+        self.budget.acceptance.record(could)
         if not self._clock.prefill:
             drafting, seconds = self._clock.step["draft"], sum(self._clock.step.values())
-            grades = draft.grades or [0] * len(scored)
-            steps = zip(scored, draft.lengths, read.n_accepted, grades, self.limits, strict=True)
-            could = [Drafted(request.row, *of) for request, *of, limit in steps if limit]
             spent = 0.0 if self.trims else drafting  # what is spent anyway decides nothing
-            self.budget.record(len(scored), could, seconds - drafting, spent)
+            self.budget.time(len(scored), draft.lengths, seconds - drafting, spent)
         for request in scored:
             if request.done:
                 self.budget.forget(request.row)

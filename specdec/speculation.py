@@ -149,12 +149,12 @@ class speculate:
         check_token_ids(target, requests)
         check_positions(target, requests)
         verifier = fitting_verifier(self.verifier, bool(generation_config.do_sample))
-        learns = self.draft_length is None and verifier.draws != "fresh"
+        drafter = None if self.draft_length == 0 else self.drafter_for(model)
+        learns = self.draft_length is None and drafter is not None and verifier.draws != "fresh"
         if getattr(model, "tp_size", None) is not None:
             learns = False  # tensor-parallel processes draft the same, and their clocks would not say the same
         longest = min(LONGEST, LONGEST_DRAFT) if self.invariant else LONGEST
         length = self.draft_length if self.draft_length is not None else longest if learns else DRAFT_LENGTH
-        drafter = None if self.draft_length == 0 else self.drafter_for(model)
         returns = bool(generation_config.return_dict_in_generate)
         layers = returns and bool(generation_config.output_hidden_states or generation_config.output_attentions)
         reader = None
@@ -172,7 +172,7 @@ class speculate:
             requests=requests,
             seed=self._seed(verifier),
             draft_length=length,
-            budget=self._budget(target, length) if learns else None,
+            budget=self._budget(target, verifier, length) if learns else None,
             on_commit=self.on_commit,
             max_rows=self.max_batch,
             chunk=_chunk(generation_config.prefill_chunk_size, target.chunk) if reader is None else prompts.seen.size,
@@ -184,9 +184,9 @@ class speculate:
         self.stats.compile_seconds = compile_seconds
         return batch
 
-    def _budget(self, target: Target, longest: int) -> Budget:
-        named = self.drafter.text if isinstance(self.drafter, DrafterSpec) else type(self.drafter)
-        return budget_for(target.model, (named, type(target), target.graph is not None), longest)
+    def _budget(self, target: Target, verifier: Verifier, longest: int) -> Budget:
+        drafter = self.drafter.text if isinstance(self.drafter, DrafterSpec) else type(self.drafter)
+        return budget_for(target.model, (drafter, verifier.name, type(target), target.graph is not None), longest)
 
     def _compile(self, target: Target, drafter: Drafter | None) -> float:
         """Compile both, or have the drafter run eagerly again; the seconds that compiling took."""

@@ -26,6 +26,11 @@ def of(acceptance, request, grade=0):
     return acceptance.of([request], [grade])[0]
 
 
+def record(budget, rows, drafts, step_seconds, draft_seconds):
+    budget.acceptance.record(drafts)
+    budget.time(rows, [draft.tokens for draft in drafts], step_seconds, draft_seconds)
+
+
 def padded(worth, longest=3):
     return np.array([[*values, *[0.0] * (longest - len(values))] for values in worth])
 
@@ -72,7 +77,7 @@ def test_costs_are_medians_that_never_fall():
     four, eight, twelve, many = seen(np.array([4, 8, 12, 99]))
     assert four == eight == pytest.approx((3 * 1.2 + 1.0) / 4)
     assert twelve == pytest.approx((eight + 3.0) / 2) and many == 3.0
-    assert seen.knows(4) and seen.knows(7) and not seen.knows(5) and not seen.knows(17)
+    assert seen.knows(4) and not seen.knows(7)
 
 
 def test_only_the_latest_timings_count():
@@ -125,7 +130,7 @@ def test_rows_whose_drafts_rest_on_more_draft():
             accepted = [n if grade == 4 else 0 for n, grade in zip(lengths, grades, strict=True)]
             drafts = zip(requests, lengths, accepted, grades if told else [0] * 4, strict=True)
             took = 1 + 0.15 * (4 + sum(lengths))
-            budget.record(4, [Drafted(*of) for of in drafts], took, 0.0)
+            record(budget, 4, [Drafted(*of) for of in drafts], took, 0.0)
             tokens, seconds = tokens + 4 + sum(accepted), seconds + took
         speeds[told] = tokens / seconds / (4 / 1.6)
     assert speeds[True] > 1.5 and speeds[False] < 1.2
@@ -140,7 +145,7 @@ def simulated(budget, steps, accept, step_seconds, draft_seconds=lambda depth: 0
         accepted = [int((random.random(n) < accept(row)).cumprod().sum()) for row, n in enumerate(drafted)]
         took = step_seconds(rows + sum(drafted)) * random.uniform(0.95, 1.05)
         drafting = draft_seconds(max(drafted))
-        budget.record(rows, [Drafted(*of) for of in zip(range(rows), drafted, accepted, strict=True)], took, drafting)
+        record(budget, rows, [Drafted(*of) for of in zip(range(rows), drafted, accepted, strict=True)], took, drafting)
         tokens, seconds = tokens + rows + sum(accepted), seconds + took + drafting
         lengths.append(drafted)
     return tokens / seconds, lengths
@@ -172,6 +177,29 @@ def test_rows_differ():
     assert mean[0] > 3 and max(mean[1:]) < 0.5
 
 
+def test_a_smaller_batch_is_not_taken_for_as_dear_as_a_larger_one(monkeypatch, controls):
+    """Else a few drafts in it would cost nothing, be made in every step, and what none costs never be known."""
+
+    def beside_plain():
+        budget = Budget(5)
+        simulated(budget, 50, lambda row: 0.02, lambda M: 1 + 0.2 * M, rows=5)
+        return simulated(budget, 200, lambda row: 0.02, lambda M: 1 + 0.2 * M, rows=4)[0] / (4 / 1.8)
+
+    assert beside_plain() > 0.97
+    monkeypatch.setattr(Cost, "knows", lambda self, size: any(size <= timed for timed in self._timings))
+    assert beside_plain() < 0.93
+    controls("a size known by a larger one", "tokens per second of a batch that has shrunk")
+
+
+def test_what_is_spent_without_drafting_too_is_no_cost_of_drafting():
+    budget = Budget(1)
+    for tokens in (0, 1) * 20:
+        record(budget, 1, [Drafted(0, tokens, tokens)], 1.0, 0.6 + 0.1 * tokens)
+    assert budget.lengths([0], [1]) == [1]  # 2 tokens in 1.7 s beside 1 in 1.6
+    budget.draft_cost = cost({0: 0.0, 1: 5.0})
+    assert budget.lengths([0], [1]) == [0]
+
+
 def finished(rows_ending_together, tokens, seed):
     """Seconds until four rows, in the first of which no draft is accepted, have emitted `tokens` each."""
     budget, random, left, seconds = Budget(5), np.random.default_rng(seed), np.full(4, tokens), 0.0
@@ -182,7 +210,7 @@ def finished(rows_ending_together, tokens, seed):
         accept = [0.02 if row == 0 else 0.6 for row in rows]
         accepted = [int((random.random(n) < p).cumprod().sum()) for p, n in zip(accept, drafted, strict=True)]
         took = (1 + 0.1 * (len(rows) + sum(drafted))) * random.uniform(0.95, 1.05)
-        budget.record(len(rows), [Drafted(*of) for of in zip(rows, drafted, accepted, strict=True)], took, 0.0)
+        record(budget, len(rows), [Drafted(*of) for of in zip(rows, drafted, accepted, strict=True)], took, 0.0)
         left[rows] -= 1 + np.array(accepted)
         seconds += took
     return seconds
@@ -228,7 +256,7 @@ def test_costs_that_are_not_timed_any_more_are_forgotten():
 
 def test_calls_of_one_kind_on_one_model_share_what_they_learned():
     model, other = tiny("llama"), tiny("llama")
-    budget_for(model, "ngram", 3).record(1, [Drafted(0, 3, 0)], 1.0, 0.0)
+    record(budget_for(model, "ngram", 3), 1, [Drafted(0, 3, 0)], 1.0, 0.0)
     assert budget_for(model, "ngram", 3).step_cost.knows(4)
     for kind in ((model, "mtp", 3), (model, "ngram", 2), (other, "ngram", 3)):
         assert not budget_for(*kind).step_cost.knows(4)
@@ -251,8 +279,8 @@ def test_tokens_deeper_than_a_request_ever_drafted_are_judged_by_those_it_did():
 
 def test_where_others_wait_every_token_counts():
     budget = Budget(3)
-    budget.record(2, [Drafted(0, 3, 3), Drafted(1, 3, 3)], 1.0, 0.0)
-    budget.record(2, [Drafted(0, 0, 0), Drafted(1, 0, 0)], 1.0, 0.0)
+    record(budget, 2, [Drafted(0, 3, 3), Drafted(1, 3, 3)], 1.0, 0.0)
+    record(budget, 2, [Drafted(0, 0, 0), Drafted(1, 0, 0)], 1.0, 0.0)
     full = of(budget.acceptance, 0).sum()  # what a full draft of the last row is expected to give
     assert 2 < full < 3
     assert budget.lengths([0, 1], [3, 3]) == budget.lengths([0, 1], [3, 3], [20, 18]) == [3, 3]
@@ -262,6 +290,6 @@ def test_where_others_wait_every_token_counts():
 def test_the_cost_without_drafts_is_measured_first():
     budget = Budget(3)
     assert budget.lengths([0, 1], [3, 3]) == [0, 0]
-    budget.record(2, [Drafted(0, 0, 0), Drafted(1, 0, 0)], 1.0, 0.0)
+    record(budget, 2, [Drafted(0, 0, 0), Drafted(1, 0, 0)], 1.0, 0.0)
     assert budget.lengths([0, 1], [3, 1]) == [3, 1]  # as far as is known more costs nothing, so it is tried
     assert budget.lengths([5, 6, 7], [3, 3, 3]) == [0, 0, 0]

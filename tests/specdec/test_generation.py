@@ -543,6 +543,7 @@ def test_trees_are_checked_and_junk_past_the_lengths_is_ignored():
         (lambda B: Draft([[1, 2]] * B, [2] * B), "tokens of list"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), 2), "returned lengths 2"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, grades=[1]), r"returned grades \[1\]"),
+        (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, grades=torch.ones(B)), "returned grades tensor"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long, device="meta"), [2] * B), "tokens on meta"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, torch.ones(B, 1)), "returned parents"),
         (lambda B: Draft(torch.ones(B, 2, dtype=torch.long), [2] * B, -torch.ones(B, 2)), "parents of torch.float32"),
