@@ -135,6 +135,7 @@ class Acceptance:
             self._own[draft.request] = fading_own * own[0] + reached, fading_own * own[1] + draft.accepted
 
     def forget(self, request: int) -> None:
+        """The request is done."""
         self._own.pop(request, None)
 
     def next(self) -> Acceptance:
@@ -179,10 +180,6 @@ class Budget:
         row."""
         self.step_cost.add(rows + sum(drafted), step_seconds)
         self.draft_cost.add(max(drafted), draft_seconds)
-
-    def forget(self, request: int) -> None:
-        """The request is done."""
-        self.acceptance.forget(request)
 
     def next(self) -> Budget:
         """For another call."""

@@ -290,7 +290,7 @@ class Batch:
             self.budget.time(len(scored), draft.lengths, seconds - drafting, spent)
         for request in scored:
             if request.done:
-                self.budget.forget(request.row)
+                self.budget.acceptance.forget(request.row)
 
     def count(self, segments: Sequence[Segment], draft: Draft) -> None:
         """Counted work: what regressions are measured by."""
