@@ -1,8 +1,8 @@
 """`specdec bench budget`: learned draft lengths against plain decoding, and against every fixed length in hindsight.
 
 Greedy decoding of the built-in prompts by category, and of random tokens, which nothing foresees, at several batch
-sizes; every request emits all its tokens, so that the batch stays whole. In each round all methods run in turn on the
-same prompts. Counted is the speed of decoding, after every row has its first token.
+sizes; every request emits all its tokens, so that the batch stays whole. In each round all methods run on the same
+prompts and take turns step by step. Counted is the speed of decoding, after every row has its first token.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import specdec
 from eval.ahead import compile_ahead, with_seconds
 from eval.environment import described
 from eval.folder import Folder
-from eval.methods import EncodedPrompt, FirstTokens, check_room, left_padded
+from eval.methods import EncodedPrompt, check_room, left_padded
 from eval.plan.show import Columns, as_table
 from eval.report import plain_console
-from eval.timing import quartiles
+from eval.timing import quartiles, synchronize
 from specdec.contracts import Drafter
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.models import load_target
@@ -52,7 +52,7 @@ COLUMNS: Columns = {
 
 @dataclass(frozen=True)
 class Round:
-    """A line of results.jsonl: tokens per second of every method, on the same prompts in turn.
+    """A line of results.jsonl: tokens per second of every method, on the same prompts.
 
     compile_seconds: of compiling before this round, in no speed."""
 
@@ -174,49 +174,69 @@ def measured(
     max_new_tokens: int,
     compile: bool,
 ) -> Round:
-    """Every method once, after a short run that does not count. Rounds begin with other prompts and other methods; the
-    prompts of a category start over where the batch is larger."""
+    """Every method once. Rounds begin with other prompts and other methods; the prompts of a category start over where
+    the batch is larger."""
     prompts = texts[category]
     chosen = [list(prompts[(round * batch_size + row) % len(prompts)]) for row in range(batch_size)]
-    decode_speed(model, chosen, drafter, METHODS[LEARNED], min(4, max_new_tokens), compile)
-    found = {}
-    for method in order(round):
-        found[method] = decode_speed(model, chosen, drafter, METHODS[method], max_new_tokens, compile)
-    return Round(category, batch_size, round, {method: found[method] for method in METHODS})
+    runs = {
+        method: Run(model, chosen, drafter, length, place * batch_size, max_new_tokens, compile)
+        for place, (method, length) in enumerate(METHODS.items())
+    }
+    take_turns([runs[method] for method in order(round)])
+    return Round(category, batch_size, round, {method: run.tokens / run.seconds for method, run in runs.items()})
 
 
 def order(round: int) -> list[str]:
-    """Plain and learned right after one another, each of them first in every other round; then the fixed lengths."""
-    pair, fixed = [PLAIN, LEARNED], [method for method in METHODS if method not in (PLAIN, LEARNED)]
-    first = round % len(fixed)
-    return [*(reversed(pair) if round % 2 else pair), *fixed[first:], *fixed[:first]]
+    """Whose turn it is first: another method's in every round."""
+    first = round % len(METHODS)
+    return [*METHODS][first:] + [*METHODS][:first]
 
 
-def decode_speed(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    drafter: Drafter,
-    draft_length: int | None,
-    max_new_tokens: int,
-    compile: bool,
-) -> float:
-    """Tokens per second after every row has its first."""
-    input_ids, mask = left_padded(prompts, 0, model.device)
-    first = FirstTokens(len(prompts))
-    output = specdec.generate(
-        model,
-        input_ids,
-        attention_mask=mask,
-        drafter=drafter,
-        draft_length=draft_length,
-        on_commit=first.on_commit,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        compile=compile,
-    ).cpu()
-    seconds = time.perf_counter() - first.started
-    return (output[:, input_ids.shape[1] :].numel() - first.tokens) / (seconds - first.seconds)
+def take_turns(runs: Sequence[Run]) -> None:
+    """End all runs: the next step is one of the run with the fewest tokens, so that a slow spell of the machine meets
+    all of them at the same place of the text."""
+    while waiting := [run for run in runs if run.batch.live or run.batch.waiting]:
+        min(waiting, key=lambda run: run.batch.stats.emitted).step()
+
+
+class Run:
+    """One method's generation, a step at a time.
+
+    tokens, seconds: emitted, and taken, after every row has its first token.   first_row: of its row ids, which are
+    others than those of runs beside it, for they share `drafter`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        drafter: Drafter,
+        draft_length: int | None,
+        first_row: int,
+        max_new_tokens: int,
+        compile: bool,
+    ) -> None:
+        self.tokens, self.seconds = 0, 0.0
+        input_ids, mask = left_padded(prompts, 0, model.device)
+        # `generate` gives back what its decoding function does: here the batch, ready to run.
+        self.batch = model.generate(
+            input_ids,
+            attention_mask=mask,
+            custom_generate=specdec.speculate(drafter=drafter, draft_length=draft_length, compile=compile).prepare,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        for request in self.batch.requests:
+            request.row += first_row
+
+    def step(self) -> None:
+        decodes, before = all(request.steps for request in self.batch.requests), self.batch.stats.emitted
+        started = time.perf_counter()
+        self.batch.step()
+        synchronize(self.batch.device)
+        if decodes:
+            self.seconds += time.perf_counter() - started
+            self.tokens += self.batch.stats.emitted - before
 
 
 def summaries(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """`specdec bench budget`: what is compared, figures that follow from known speeds, and a killed run that goes on."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import specdec
+from drafters.ngram import NGramDrafter
 from eval import bench_budget
 from eval.bench_budget import LEARNED, METHODS, PLAIN, RANDOM, Round, missing, order, summaries, worst
 from specdec.models import LoadedModel
@@ -39,25 +40,49 @@ def test_categories_are_the_built_in_ones_and_random_tokens():
     assert max(map(max, found[RANDOM])) < VOCAB
 
 
-def test_every_method_decodes_every_round_in_full(model, tmp_path, monkeypatch, capsys):
-    calls, generate = [], specdec.generate
+@pytest.fixture
+def steps(monkeypatch):
+    """Every step: whose it was (the object and its most drafted tokens, None where learned), and its tokens after."""
+    found, step = [], bench_budget.Run.step
 
-    def watched(model, input_ids, **keywords):
-        calls.append((keywords["draft_length"], keywords["max_new_tokens"], input_ids.tolist()))
-        output = generate(model, input_ids, **keywords)
-        assert output.shape[1] == input_ids.shape[1] + keywords["max_new_tokens"]
-        return output
+    def watched(run):
+        step(run)
+        batch = run.batch
+        length = 0 if batch.drafter is None else None if batch.budget is not None else batch.draft_length
+        found.append((run, length, batch.stats.emitted))
 
-    monkeypatch.setattr(specdec, "generate", watched)
+    monkeypatch.setattr(bench_budget.Run, "step", watched)
+    return found
+
+
+def test_every_method_decodes_every_round_in_full(model, tmp_path, steps, capsys):
     bench_budget.run(**SETTINGS, out=tmp_path / "out")
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert [(cell["category"], cell["batch_size"], cell["rounds"]) for cell in cells] == [
         ("copies", 2, 1),
         (RANDOM, 2, 1),
     ]
-    counted = [call for call in calls if call[1] == 5]
-    assert [length for length, *_ in counted] == [0, None, *range(1, LONGEST + 1)] * 2
-    assert counted[0][2] == TEXTS["copies"] and counted[-1][2] == TEXTS[RANDOM] * 2  # prompts start over
+    runs = list({run: length for run, length, _ in steps}.items())
+    assert [length for _, length in runs] == [0, None, *range(1, LONGEST + 1)] * 2
+    prompts = [[request.columns[request.pads : request.prompt_columns].tolist() for request in run.batch.requests]
+               for run, _ in runs]  # fmt: skip
+    assert prompts == [TEXTS["copies"]] * len(METHODS) + [TEXTS[RANDOM] * 2] * len(METHODS)  # which start over
+    rows = [request.row for run, _ in runs[: len(METHODS)] for request in run.batch.requests]
+    assert len(set(rows)) == 2 * len(METHODS)  # they share one drafter
+    for run, _ in runs:  # each as plain decoding alone
+        for request, prompt in zip(run.batch.requests, prompts[runs.index((run, _))], strict=True):
+            alone = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+            assert request.emitted.tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_the_run_that_is_behind_goes_on(model, tmp_path, steps):
+    bench_budget.run(**SETTINGS | {"max_new_tokens": 20}, out=tmp_path / "out")
+    emitted = dict.fromkeys(list(dict.fromkeys(run for run, *_ in steps))[: len(METHODS)], 0)  # of the first round
+    for run, _, now in steps:
+        if run in emitted:
+            assert emitted[run] == min(tokens for tokens in emitted.values() if tokens < 2 * 20)
+            emitted[run] = now
+    assert set(emitted.values()) == {2 * 20}
 
 
 def test_a_killed_run_goes_on(model, tmp_path, capsys):
@@ -96,10 +121,21 @@ def test_rounds_come_in_turns_and_not_twice():
     ]  # fmt: skip
 
 
-def test_plain_and_learned_take_turns():
-    assert order(0)[:2] == [PLAIN, LEARNED] and order(1)[:2] == [LEARNED, PLAIN]
-    assert all(sorted(order(number)) == sorted(METHODS) for number in range(9))
-    assert [order(number)[2] for number in range(3)] == ["1", "2", "3"]
+def test_rounds_begin_with_other_methods():
+    assert all(sorted(order(number)) == sorted(METHODS) for number in range(12))
+    assert [order(number)[0] for number in range(3)] == [PLAIN, LEARNED, "1"]
+
+
+def test_what_is_counted_begins_with_the_step_after_every_row_has_a_token(model, monkeypatch):
+    """By a clock that moves one second per step."""
+    seconds = iter(range(100))
+    run = bench_budget.Run(model, [[1, 2, 3], [4, 5, 6, 7]], NGramDrafter(), 0, 0, 4, False)
+    monkeypatch.setattr(bench_budget, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    counted = []
+    while run.batch.live or run.batch.waiting:
+        run.step()
+        counted.append((run.tokens, run.seconds))
+    assert counted == [(0, 0), (2, 1), (4, 2), (6, 3)]
 
 
 def test_figures_by_hand():
