@@ -41,10 +41,12 @@ class HistoryIndex:
         """Position of the token that followed the most recent earlier occurrence of the longest matching suffix, and
         how many tokens that suffix has; (0, 0) where none matches."""
         suffix = tuple(history[-sizes[-1] :].tolist())
-        for n in reversed(sizes):
-            if n <= len(suffix) and (end := self.ends.get(suffix[-n:])) is not None:
-                return end, n
-        return 0, 0
+        found = 0, 0
+        for n in sizes:
+            if n > len(suffix) or (end := self.ends.get(suffix[-n:])) is None:
+                break  # nor does a longer one match, which ends with this one
+            found = end, n
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +99,16 @@ class NGramDrafter(BaseDrafter):
 
     def _continuation(self, row_id: int, history: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
         """The draft of a row, and how many tokens matched."""
+        if limit == 0:
+            return history[:0], 0
         sizes = range(self.min_n, self.max_n + 1)
-        index = self._rows.setdefault(row_id, HistoryIndex())
+        if row_id not in self._rows:
+            self._rows[row_id] = HistoryIndex()
+        index = self._rows[row_id]
         index.extend(history, sizes)
         source, matched = index.longest_match(history, sizes)
-        if not matched or limit == 0:
+        if not matched:
             return history[:0], 0
-        period = len(history) - source
-        return history[source + np.arange(limit) % period], matched
+        if source + limit <= len(history):
+            return history[source : source + limit], matched
+        return history[source + np.arange(limit) % (len(history) - source)], matched

@@ -20,7 +20,6 @@ rule that looked at a sampled token and then dropped it would bias the output.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Cost:
     def __init__(self) -> None:
         self._timings: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._medians: dict[int, float] = {}
-        self._curve: np.ndarray | None = None  # seconds by size, until a median has moved
+        self._curve: list[float] | None = None  # seconds by size, until a median has moved
         self._idle: dict[int, int] = {}  # calls that have begun since a size was last timed
 
     def add(self, size: int, seconds: float) -> None:
@@ -79,14 +78,14 @@ class Cost:
         """Whether just this size has been timed: taken for as dear as the next larger one it would never be."""
         return size in self._timings
 
-    def __call__(self, sizes: np.ndarray) -> np.ndarray:
-        """Seconds at `sizes`: between timed ones linear, beyond the largest as there, so that more is tried once."""
+    def __call__(self, size: int) -> float:
+        """Seconds at `size`: between timed ones linear, beyond the largest as there, so that more is tried once."""
         if self._curve is None:
             timed = sorted(self._medians)
             medians, weights = zip(*((self._medians[size], len(self._timings[size])) for size in timed), strict=True)
             seconds = isotonic_regression(medians, weights=weights).x
-            self._curve = np.interp(np.arange(timed[-1] + 1), timed, seconds)
-        return self._curve[np.minimum(sizes, len(self._curve) - 1)]
+            self._curve = np.interp(np.arange(timed[-1] + 1), timed, seconds).tolist()
+        return self._curve[min(size, len(self._curve) - 1)]
 
 
 @dataclass(frozen=True)
@@ -108,29 +107,43 @@ class Acceptance:
 
     def __init__(self, longest: int):
         self.longest = longest
-        self._all: dict[int, np.ndarray] = {}  # grade -> [2, longest] times reached and accepted, fading
+        self._all: dict[int, list[list[float]]] = {}  # grade -> by depth, times reached and times accepted, fading
         self._own: dict[int, tuple[float, float]] = {}  # request -> the same over all depths
+        self._by_grade: dict[int, list[float]] = {}  # of all requests, by depth; emptied by `record`
 
-    def of(self, requests: Sequence[int], grades: Sequence[int]) -> np.ndarray:
-        """[B, longest] estimates, which never rise from one token to the next."""
-        learned = sorted(self._all)
-        by_grade = [np.full(self.longest, PRIOR)]  # below all that were learned, then of each
-        for grade in learned:
-            reached, accepted = self._all[grade]
-            by_grade.append((accepted + WEIGHT * by_grade[-1]) / (reached + WEIGHT))
-        of_all = np.array([by_grade[bisect_right(learned, grade)] for grade in grades])
-        own = np.array([self._own.get(request, (0.0, 0.0)) for request in requests])
-        return ((own[:, 1:] + WEIGHT * of_all) / (own[:, :1] + WEIGHT)).cumprod(1)
+    def of(self, request: int, grade: int = 0) -> list[float]:
+        """[longest] estimates, which never rise from one token to the next."""
+        if grade not in self._by_grade:
+            self._by_grade[grade] = self._of_all(grade)
+        reached, accepted = self._own.get(request, (0.0, 0.0))
+        estimates, estimate = [], 1.0
+        for of_all in self._by_grade[grade]:
+            estimate *= (accepted + WEIGHT * of_all) / (reached + WEIGHT)
+            estimates.append(estimate)
+        return estimates
+
+    def _of_all(self, grade: int) -> list[float]:
+        estimates = [PRIOR] * self.longest
+        for known in sorted(known for known in self._all if known <= grade):
+            estimates = [
+                (accepted + WEIGHT * lower) / (reached + WEIGHT)
+                for reached, accepted, lower in zip(*self._all[known], estimates, strict=True)
+            ]
+        return estimates
 
     def record(self, drafts: Sequence[Drafted]) -> None:
         """One step; of a request that drafted nothing what is known fades towards where it started."""
         fading, fading_own = MEMORY["all"] ** len(drafts), MEMORY["request"]
-        self._all = {grade: fading * known for grade, known in self._all.items()}
+        self._by_grade = {}
+        self._all = {
+            grade: [[fading * times for times in by_depth] for by_depth in known] for grade, known in self._all.items()
+        }
         for draft in drafts:
             reached = min(draft.tokens, draft.accepted + 1)
-            known = self._all.setdefault(draft.grade, np.zeros((2, self.longest)))
-            known[0, :reached] += 1
-            known[1, : draft.accepted] += 1
+            known = self._all.setdefault(draft.grade, [[0.0] * self.longest, [0.0] * self.longest])
+            for times, tokens in zip(known, (reached, draft.accepted), strict=True):
+                for depth in range(tokens):
+                    times[depth] += 1
             own = self._own.get(draft.request, (0.0, 0.0))
             self._own[draft.request] = fading_own * own[0] + reached, fading_own * own[1] + draft.accepted
 
@@ -157,22 +170,27 @@ class Budget:
         self,
         requests: Sequence[int],
         limits: Sequence[int],
+        grades: Sequence[int],
         rooms: Sequence[int] | None = None,
-        grades: Sequence[int] | None = None,
     ) -> list[int]:
         """How many tokens each request drafts now, at most `limits`; none where the cost of none is not known yet.
 
-        rooms: tokens that each may still emit, for requests that end together; None where others take their places.
-        grades: of what each could draft; None where the drafter tells none."""
+        grades: of what each could draft, see `Draft.grades`; 0 where nothing tells.
+        rooms: tokens that each may still emit, for requests that end together; None where others take their places."""
         B = len(requests)
         if not self.step_cost.knows(B):
             return [0] * B
-        worth = self.acceptance.of(requests, [0] * B if grades is None else grades)
+        value = [1.0] * B
         if rooms is not None:
             most = max(rooms)
-            last = np.array(rooms) >= most - worth[rooms.index(most)].sum()
-            worth *= (last * B / last.sum())[:, None]
-        worth *= np.arange(self.acceptance.longest) < np.array(limits)[:, None]
+            row = rooms.index(most)
+            behind = most - sum(self.acceptance.of(requests[row], grades[row]))
+            last = [room >= behind for room in rooms]
+            value = [is_last * B / sum(last) for is_last in last]
+        worth = [
+            [tokens * estimate for estimate in self.acceptance.of(request, grade)[:limit]] if tokens else []
+            for request, grade, limit, tokens in zip(requests, grades, limits, value, strict=True)
+        ]
         return allocate(worth, self.step_cost, self.draft_cost)
 
     def time(self, rows: int, drafted: Sequence[int], step_seconds: float, draft_seconds: float) -> None:
@@ -189,28 +207,33 @@ class Budget:
         return budget
 
 
-def allocate(worth: np.ndarray, step_cost: Cost, draft_cost: Cost) -> list[int]:
+def allocate(worth: Sequence[Sequence[float]], step_cost: Cost, draft_cost: Cost) -> list[int]:
     """Lengths per row that maximise (B + worth of the drafted tokens) / seconds.
 
-    worth: [B, longest], of each token: the probability that it is accepted, times what a token of this row is worth
-    beside those of others; never rising along a row; 0 of what is not to be drafted.
+    worth: by row, of each token that it may draft: the probability that it is accepted, times what a token of this row
+           is worth beside those of others; never rising along a row.
 
     For a greatest depth and a number k of drafted tokens the best choice is the k most valuable ones, which are whole
     prefixes since worth never rises; so the maximum is over these two alone. Of equal rates the fewest tokens win.
     """
-    B, longest = worth.shape
-    values = worth.ravel()
-    order = np.argsort(-values, kind="stable")[: np.count_nonzero(values)]  # equal ones as in the row
-    depths = order % longest + 1
-    seconds = step_cost(B + np.arange(len(order) + 1))
-    drafting = draft_cost(np.arange(longest + 1))
-    best, chosen = B / (seconds[0] + drafting[0]), order[:0]
+    B, longest = len(worth), max(map(len, worth))
+    tokens = [(value, row, depth) for row, values in enumerate(worth) for depth, value in enumerate(values, 1)]
+    tokens.sort(key=lambda token: -token[0])  # equal ones stay as in the row
+    seconds = [step_cost(B + k) for k in range(len(tokens) + 1)]
+    best, chosen = B / (seconds[0] + draft_cost(0)), tokens[:0]
     for depth in range(1, longest + 1):
-        allowed = order[depths <= depth]
-        if not len(allowed) or (depth < longest and drafting[depth] == drafting[longest]):
-            continue  # nothing to draft, or for the same more is allowed
-        rates = (B + np.cumsum(values[allowed])) / (seconds[1 : len(allowed) + 1] + drafting[depth])
-        k = int(np.argmax(rates))
-        if rates[k] > best:
-            best, chosen = rates[k], allowed[: k + 1]
-    return np.bincount(chosen // longest, minlength=B).tolist()
+        drafting = draft_cost(depth)
+        if depth < longest and drafting == draft_cost(longest):
+            continue  # for the same more is allowed
+        allowed = [token for token in tokens if token[2] <= depth]
+        emitted, k = float(B), 0
+        for drafted, (value, *_) in enumerate(allowed, 1):
+            emitted += value
+            if emitted > best * (seconds[drafted] + drafting):
+                best, k = emitted / (seconds[drafted] + drafting), drafted
+        if k:
+            chosen = allowed[:k]
+    lengths = [0] * B
+    for _, row, _ in chosen:
+        lengths[row] += 1
+    return lengths

@@ -71,7 +71,8 @@ class Batch:
         self.live: dict[int, Request] = {}
         self.cache = self.target.new_cache()
         self.needs_hidden = getattr(self.drafter, "needs_hidden", None)
-        self.limits: list[int] = []  # what each row of the step could draft
+        self.limits: list[int] = []  # what each row of the step could draft,
+        self.grades: list[int] = []  # and of which grade
         self.trims = getattr(self.drafter, "trimmable", False)
         self.hidden = HiddenStates()
         self.device, self.vocab_size = self.target.device, self.target.vocab_size
@@ -180,26 +181,27 @@ class Batch:
         Nothing is drafted in the step that ends a row's prompt, nor past its last token (one more token always
         follows the accepted ones)."""
         self.limits = [min(self.draft_length, r.room - 1) if r.steps else 0 for r in scored]
+        self.grades = [0] * len(scored)
         given = self.limits if self.trims else self.worthwhile(scored)
         if self.drafter is None or not any(given):
             return self.nothing(len(scored))
         draft = self.drafter.propose(self.rows(scored), given, draws)
         check_draft(draft, given, self.stats.drafter, self.vocab_size, self.device)
         if self.trims:
-            self.limits = list(draft.lengths)
-            draft = replace(draft, lengths=self.worthwhile(scored, draft.grades))
+            self.limits, self.grades = list(draft.lengths), list(draft.grades or self.grades)
+            draft = replace(draft, lengths=self.worthwhile(scored))
         return made_safe(draft, self.vocab_size) if any(draft.lengths) else self.nothing(len(scored))
 
     def nothing(self, rows: int) -> tuple[Draft, Tensor]:
         """What `propose` returns where no row drafts."""
         return Draft.empty(rows, self.device), torch.zeros(rows, dtype=torch.bool, device=self.device)
 
-    def worthwhile(self, scored: Sequence[Request], grades: Sequence[int] | None = None) -> list[int]:
+    def worthwhile(self, scored: Sequence[Request]) -> list[int]:
         """As much of the step's `limits` as the budget finds worth drafting."""
         if self.budget is None or not any(self.limits):
             return self.limits
         rooms = None if self.waiting else [r.room for r in scored]
-        return self.budget.lengths([r.row for r in scored], self.limits, rooms, grades)
+        return self.budget.lengths([r.row for r in scored], self.limits, self.grades, rooms)
 
     def processed(self, scored: Sequence[Request], draft: Draft, scores: Scores) -> Scores:
         """p at every node, from the target's logits there."""
@@ -280,8 +282,7 @@ class Batch:
             self.budget = None
         if self.budget is None:
             return
-        grades = draft.grades if self.trims and draft.grades else [0] * len(scored)
-        steps = zip(scored, draft.lengths, read.n_accepted, grades, self.limits, strict=True)
+        steps = zip(scored, draft.lengths, read.n_accepted, self.grades, self.limits, strict=True)
         could = [Drafted(request.row, *of) for request, *of, limit in steps if limit]
         self.budget.acceptance.record(could)
         if not self._clock.prefill:
