@@ -186,7 +186,8 @@ class Budget:
             row = rooms.index(most)
             behind = most - sum(self.acceptance.of(requests[row], grades[row]))
             last = [room >= behind for room in rooms]
-            value = [is_last * B / sum(last) for is_last in last]
+            share = B / sum(last)
+            value = [share * is_last for is_last in last]
         worth = [
             [tokens * estimate for estimate in self.acceptance.of(request, grade)[:limit]] if tokens else []
             for request, grade, limit, tokens in zip(requests, grades, limits, value, strict=True)
