@@ -6,6 +6,7 @@ engines (Yang et al. 2304.04487). No parameters and no forward, so any acceptanc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,7 +63,9 @@ class NGramDrafter(BaseDrafter):
 
     max_n: int = 4
     min_n: int = 2  # one equal token says too little: most such drafts are rejected, and a rejected draft costs
-    _rows: dict[int, HistoryIndex] = field(default_factory=dict, init=False, repr=False)
+    _rows: defaultdict[int, HistoryIndex] = field(
+        default_factory=lambda: defaultdict(HistoryIndex), init=False, repr=False
+    )
 
     name = "ngram"
     trimmable = True
@@ -102,13 +105,10 @@ class NGramDrafter(BaseDrafter):
         if limit == 0:
             return history[:0], 0
         sizes = range(self.min_n, self.max_n + 1)
-        if row_id not in self._rows:
-            self._rows[row_id] = HistoryIndex()
         index = self._rows[row_id]
         index.extend(history, sizes)
         source, matched = index.longest_match(history, sizes)
         if not matched:
             return history[:0], 0
-        if source + limit <= len(history):
-            return history[source : source + limit], matched
-        return history[source + np.arange(limit) % (len(history) - source)], matched
+        period = len(history) - source
+        return history[source + np.arange(limit) % period], matched

@@ -69,8 +69,8 @@ def test_every_method_decodes_every_round_in_full(model, tmp_path, steps, capsys
     assert prompts == [TEXTS["copies"]] * len(METHODS) + [TEXTS[RANDOM] * 2] * len(METHODS)  # which start over
     rows = [request.row for run, _ in runs[: len(METHODS)] for request in run.batch.requests]
     assert len(set(rows)) == 2 * len(METHODS)  # they share one drafter
-    for run, _ in runs:  # each as plain decoding alone
-        for request, prompt in zip(run.batch.requests, prompts[runs.index((run, _))], strict=True):
+    for (run, _), asked in zip(runs, prompts, strict=True):  # each as plain decoding alone
+        for request, prompt in zip(run.batch.requests, asked, strict=True):
             alone = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)
             assert request.emitted.tolist() == alone[0, len(prompt) :].tolist()
 
