@@ -62,7 +62,7 @@ class DraftModelDrafter(BaseDrafter):
         self.cache.release(ids)
 
     def compile(self, on: bool) -> None:
-        self.model.compile(None, on)
+        self.model.compile(on)
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
         chain = SampledChain(rows, within_positions(budget, rows, self.model), draws)

@@ -18,12 +18,11 @@ def compile_ahead(model: PreTrainedModel, drafter: Drafter | None, on: bool) -> 
     if not on:
         return 0.0
     started, target = time.perf_counter(), Target(model)
-    for hidden in dict.fromkeys((getattr(drafter, "needs_hidden", None), None)):
-        target.compile(hidden)
-        if target.graph is None:
-            raise NotImplementedError(
-                f"{type(model).__name__} cannot be compiled here, for the reason that is logged: leave --compile out"
-            )
+    target.compile()
+    if target.graph is None:
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot be compiled here, for the reason that is logged: leave --compile out"
+        )
     if isinstance(drafter, BaseDrafter):
         drafter.compile(True)
     return time.perf_counter() - started

@@ -42,19 +42,20 @@ class AuditedDrafter(BaseDrafter):
     time that the flags took."""
 
     def __init__(self, drafter: Drafter, ids: Sequence[str]):
-        self.drafter, self.ids, self.trees, self.seconds = drafter, ids, False, 0.0
+        self.__wrapped__, self.ids, self.trees, self.seconds = drafter, ids, False, 0.0
         self.name, self.needs_hidden = drafter.name, drafter.needs_hidden
+        self.trimmable = getattr(drafter, "trimmable", False)
         self.observe, self.admit, self.release = drafter.observe, drafter.admit, drafter.release
         self._drafts: Counter[int] = Counter()  # per row, how often it has drafted
         self._seen: list[tuple[int, int]] = []  # (row, which of its drafts it was), one per column of _flags
         self._flags: list[Tensor] = []  # [2, B] each: a token outside the vocabulary, a q that is no distribution
 
     def compile(self, on: bool) -> None:
-        if isinstance(self.drafter, BaseDrafter):
-            self.drafter.compile(on)
+        if isinstance(self.__wrapped__, BaseDrafter):
+            self.__wrapped__.compile(on)
 
     def propose(self, rows: Rows, budget: Sequence[int], draws: Draws) -> Draft:
-        draft = self.drafter.propose(rows, budget, draws)
+        draft = self.__wrapped__.propose(rows, budget, draws)
         started = time.perf_counter()
         self._flag(draft, rows, budget)
         self.seconds += time.perf_counter() - started

@@ -84,7 +84,7 @@ def filled(model: PreTrainedModel, B: int, draft_length: int, context: int, step
     target, room = Target(model), steps * (draft_length + 1)
     texts = np.random.default_rng(0).integers(0, target.vocab_size, (B, context + 1))
     batch = endless(target, FullDrafts(NGramDrafter()), draft_length, list(texts), 2 * room, PhasedBatch)
-    target.compile(batch.needs_hidden, on=compile)
+    target.compile(compile)
     batch.admit()
     batch.cache.reserve(context + room)
     for request in batch.requests:

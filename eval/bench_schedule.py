@@ -179,7 +179,8 @@ class Watched(BaseDrafter):
     """`drafter`, with the times at which each row emitted."""
 
     def __init__(self, drafter: Drafter):
-        self.drafter, self.name, self.needs_hidden = drafter, drafter.name, drafter.needs_hidden
+        self.__wrapped__, self.name, self.needs_hidden = drafter, drafter.name, drafter.needs_hidden
+        self.trimmable = getattr(drafter, "trimmable", False)
         self.propose, self.admit, self.release = drafter.propose, drafter.admit, drafter.release
         self.emitted: dict[int, list[float]] = {}
 
@@ -187,7 +188,7 @@ class Watched(BaseDrafter):
         now = time.perf_counter()
         for row in rows.ids:
             self.emitted.setdefault(row, []).append(now)
-        self.drafter.observe(rows, verdict, hidden)
+        self.__wrapped__.observe(rows, verdict, hidden)
 
 
 class NoDrafts(BaseDrafter):

@@ -116,8 +116,8 @@ class _CountingClock(Clock):
         super().__init__(stats)
         self.work = work
 
-    def start(self, prefill: bool) -> None:
-        super().start(prefill)
+    def start(self) -> None:
+        super().start()
         self.work.lap("loop")
 
     def lap(self, phase: str) -> None:

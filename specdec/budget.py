@@ -19,15 +19,19 @@ rule that looked at a sampled token and then dropped it would bias the output.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 from scipy.optimize import isotonic_regression
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
+
+from specdec.contracts import Drafter
 
 WINDOW = 33  # latest timings of one size that count: their median is deaf to slow spells of half as many
 MOVED = 0.01  # change of a median, relative, that counts
@@ -36,13 +40,21 @@ WEIGHT = 3.0  # tokens seen of all requests that one's own are held against; so 
 MEMORY = {"request": 0.9, "all": 0.99}  # what a draft leaves of earlier ones; what is forgotten is tried again
 CALLS = 8  # after as many in which it was not timed, what a size costs is forgotten
 
-_latest: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Budget]] = weakref.WeakKeyDictionary()
+_Latest = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, "Budget"]]
+_of_named: defaultdict[str, _Latest] = defaultdict(weakref.WeakKeyDictionary)
+_of_given: MutableMapping[Drafter, _Latest] = WeakIdKeyDictionary()
 
 
-def budget_for(model: PreTrainedModel, kind: Hashable, longest: int) -> Budget:
-    """A call's budget of drafts up to `longest`, which begins with what the model's latest call of this kind (how it
-    runs, what drafts) has learned."""
-    of_model = _latest.setdefault(model, {})
+def budget_for(model: PreTrainedModel, drafter: str | Drafter, kind: Hashable, longest: int) -> Budget:
+    """A call's budget of drafts up to `longest`, which begins with what the latest call of this kind with the model and
+    the drafter (a named one as it is written, else this very object) has learned.
+
+    Drafters that stand for another one, to watch it, name it as `__wrapped__`."""
+    if isinstance(drafter, str):
+        latest = _of_named[drafter]
+    else:
+        latest = _of_given.setdefault(inspect.unwrap(drafter), weakref.WeakKeyDictionary())
+    of_model = latest.setdefault(model, {})
     earlier = of_model.get((kind, longest))
     of_model[kind, longest] = budget = Budget(longest) if earlier is None else earlier.next()
     return budget

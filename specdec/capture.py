@@ -40,11 +40,20 @@ def captured(model: PreTrainedModel, hidden: HiddenContract | None, mine: Callab
         handle.remove()
 
 
+def has_final_norm(model: PreTrainedModel) -> bool:
+    """Whether "pre_norm" states can be had."""
+    return _final_norm(model.get_decoder()) is not None
+
+
 def final_norm(decoder: nn.Module) -> nn.Module:
     """The decoder's last norm. Raises NotImplementedError where it has none under a known name."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(module := getattr(decoder, name, None), nn.Module):
-            return module
-    raise NotImplementedError(
-        f"{type(decoder).__name__} has no final norm under a known name: use needs_hidden='post_norm'"
-    )
+    if (norm := _final_norm(decoder)) is None:
+        raise NotImplementedError(
+            f"{type(decoder).__name__} has no final norm under a known name: use needs_hidden='post_norm'"
+        )
+    return norm
+
+
+def _final_norm(decoder: nn.Module) -> nn.Module | None:
+    named = (getattr(decoder, name, None) for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"))
+    return next((module for module in named if isinstance(module, nn.Module)), None)

@@ -17,6 +17,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,7 @@ from transformers.cache_utils import Cache
 from specdec import cpu_attention, cpu_linear
 from specdec.attention import configs_of, packed_attention, switched
 from specdec.cache import SlotCache
-from specdec.capture import HiddenContract, captured
+from specdec.capture import HiddenContract, captured, final_norm, has_final_norm
 from specdec.contracts import Draft
 from specdec.step import Segment, Step, pack
 
@@ -41,13 +42,14 @@ logger = logging.getLogger("specdec")
 
 BACKEND = "inductor"
 SIZES = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # M and R on a GPU, then multiples of the last
-INPUTS = ("input_ids", "position_ids", "keep", "number", "states")  # of `_traced`
+INPUTS = ("input_ids", "position_ids", "keep", "number", "post", "pre")  # of `_traced`
+COLD = 2  # uses of a size on a GPU: one to warm up, one to record
 SAMPLES = 8  # values per weight that show a change which torch does not count: one written through `.data`
 
 _in_flight: dict[int, SlotCache] = {}  # with its step, by the number that a graph hands on to its attention
 _numbers = itertools.count()
 _graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, Graph | None]] = weakref.WeakKeyDictionary()
-_compiling = threading.Lock()
+_compiling = threading.Lock()  # freezing is a setting of the whole process
 
 
 def wanted(compile: bool | Literal["auto"], device: torch.device) -> bool:
@@ -55,41 +57,54 @@ def wanted(compile: bool | Literal["auto"], device: torch.device) -> bool:
     return device.type == "cuda" if compile == "auto" else compile
 
 
-def graph_for(target: Target, hidden: HiddenContract | None) -> Graph | None:
-    """The graph of the target's model that gives the states `hidden` too, compiled unless an earlier call did so.
+def graph_for(target: Target) -> Graph | None:
+    """The graph of the target's model, compiled unless an earlier call did so.
 
     None, logged once, where the model or the machine does not allow one. A graph lives as long as its model does and
     serves all calls with as many threads and the same autocast, for which torch would make another one."""
-    name, device = type(target.model).__name__, target.device.type
-    kind = hidden, torch.get_num_threads(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    with _compiling:
-        graphs = _graphs.setdefault(target.model, {})
-        graph = graphs.get(kind)
-        if graph is not None and graph.is_stale(target.model):
-            logger.warning("%s has changed since it was compiled (weights, hooks, settings): compiling it again", name)
-            del graphs[kind]
-        if kind not in graphs:
-            try:
-                graphs[kind] = Graph(target, hidden)
-            except (NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
-                reason = str(error).strip().partition("\n")[0]
-                logger.warning("%s runs eagerly, as it cannot be compiled here: %s", name, reason)
-                graphs[kind] = None
-        return graphs[kind]
+    device = target.device.type
+    kind = torch.get_num_threads(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    graphs = _graphs.setdefault(target.model, {})
+
+    def is_current() -> bool:
+        return kind in graphs and (graphs[kind] is None or not graphs[kind].is_stale(target.model))
+
+    if not is_current():
+        with _compiling:
+            if not is_current():  # another thread may have been faster
+                if kind in graphs:
+                    reason = "has changed since it was compiled (weights, hooks, settings): compiling it again"
+                    logger.warning("%s %s", type(target.model).__name__, reason)
+                graphs[kind] = _made(target)
+    return graphs[kind]
+
+
+def _made(target: Target) -> Graph | None:
+    try:
+        return Graph(target)
+    except (NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning("%s runs eagerly, as it cannot be compiled here: %s", type(target.model).__name__, reason)
+        return None
 
 
 class Graph:
-    """A model's compiled forward. It refers to the model's weights, but not to the model.
+    """A model's compiled forward, which gives the final states too, whoever asks: a graph without them might round
+    differently. It refers to the model's weights, but not to the model.
 
     batch_invariant: whether a token's logits are the same bits whatever else is in its step.
+    settled: whether the latest forward took as long as later ones of its size will: a CUDA graph is slow at first.
     """
 
-    def __init__(self, target: Target, hidden: HiddenContract | None):
+    def __init__(self, target: Target):
         if target.padded:
             raise NotImplementedError("only packed forwards are compiled")
+        if any(weight.device.type == "meta" for weight in target.model.parameters()):
+            raise NotImplementedError("some of its weights are offloaded")
         self.frozen = target.device.type == "cpu"
-        self._hidden: HiddenContract | None = hidden
+        self._pre_norm: HiddenContract | None = "pre_norm" if has_final_norm(target.model) else None
         self._state = self._state_of(target.model)
+        self.settled, self._uses = True, Counter[tuple[int, ...]]()
         # torch keeps what it compiled by code object: with one of its own, a graph is not taken for a recompilation
         # of another model's, and its memory is freed with it.
         traced = FunctionType(_traced.__code__.replace(), _traced.__globals__)
@@ -103,12 +118,25 @@ class Graph:
         attended = self._trace(target)
         self.batch_invariant = self.frozen and products.are_all and attended and self._same_in_company(target)
 
-    def __call__(self, target: Target, step: Step, cache: SlotCache) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of a step of `target`, and the states [M, D] that the graph was made to give."""
+    def __call__(
+        self, target: Target, step: Step, cache: SlotCache, hidden: HiddenContract | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] of a step of `target`, and the states [M, D] that `hidden` asks for."""
+        if hidden == "pre_norm" and self._pre_norm is None:
+            final_norm(target.model.get_decoder())  # raises
         # A tensor made in inference mode would be another kind of input than those that were compiled for.
         with torch.inference_mode(False), torch.no_grad():
-            logits, states = self._forward(target, cache, self._inputs(step))
-        return logits[: len(step.keep)], states[0][0, : step.input_ids.shape[1]] if states else None
+            inputs = self._inputs(step)
+            logits, post, pre = self._forward(target, cache, inputs)
+        if not self.frozen:
+            size = tuple(tensor.shape[-1] for tensor in inputs)
+            self._uses[size] += 1
+            self.settled = self._uses[size] > COLD
+        logits = logits[: len(step.keep)]
+        if hidden is None:
+            return logits, None
+        states = post if hidden == "post_norm" else pre
+        return logits, states[0][0, : step.input_ids.shape[1]]
 
     def is_stale(self, model: PreTrainedModel) -> bool:
         """Whether the model is no longer the one in the graph."""
@@ -127,16 +155,19 @@ class Graph:
         samples = [tensor.flatten()[:: max(1, tensor.numel() // SAMPLES)].double() for tensor in tensors]
         return hooks, settings, counted, torch.cat(samples).numpy().tobytes()
 
-    def _forward(self, target: Target, cache: SlotCache, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _forward(
+        self, target: Target, cache: SlotCache, inputs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         number = next(_numbers)
         _in_flight[number] = cache
         try:
             with (
                 switched(target.model, target.configs),
                 # always there, for torch may trace again: under autocast, say
-                captured(target.model, self._hidden, torch.compiler.is_compiling) as states,
+                captured(target.model, "post_norm", torch.compiler.is_compiling) as post,
+                captured(target.model, self._pre_norm, torch.compiler.is_compiling) as pre,
             ):
-                return self._run(target, *inputs, torch.tensor(number), states)
+                return self._run(target, *inputs, torch.tensor(number), post, pre)
         finally:
             del _in_flight[number]
 
@@ -182,11 +213,19 @@ class Graph:
 
 
 def _traced(
-    target: Target, input_ids: Tensor, position_ids: Tensor, keep: Tensor, number: Tensor, states: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """What is compiled. `states` is empty: the hook that is there while this is traced fills it, then and always."""
-    states.clear()
-    return target.packed_logits({"input_ids": input_ids}, position_ids, keep, number, _NoCache()), states
+    target: Target,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    keep: Tensor,
+    number: Tensor,
+    post: list[Tensor],
+    pre: list[Tensor],
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What is compiled. `post` and `pre`, the states after and before the last norm, are empty: the hooks that are
+    there while this is traced fill them, then and always."""
+    post.clear()
+    pre.clear()
+    return target.packed_logits({"input_ids": input_ids}, position_ids, keep, number, _NoCache()), post, pre
 
 
 class _NoCache(Cache):

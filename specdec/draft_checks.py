@@ -34,6 +34,13 @@ def claimed(drafter: Drafter | None, name: str) -> Iterator[None]:
         _at_work.remove(id(drafter))
 
 
+def check_trimmable(draft: Draft, drafter: str) -> None:
+    """ValueError for a draft that is not to be cut once it is known."""
+    if draft.parents is not None or draft.q_logits is not None:
+        kind = "a tree" if draft.parents is not None else "a draft with q_logits"
+        raise ValueError(f"drafter {drafter!r} is trimmable but returned {kind}: draft one-hot chains, or unset that")
+
+
 def check_draft(draft: Draft, budget: Sequence[int], drafter: str, V: int, device: torch.device) -> None:
     """ValueError, naming the drafter, where its draft does not fit the step's len(budget) rows."""
     if not isinstance(draft, Draft):

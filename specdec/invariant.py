@@ -53,6 +53,11 @@ class FixedStep:
     tokens: Tensor
     first: dict[int, int]
 
+    @property
+    def packed(self) -> list[int]:
+        """Tokens of each forward of the step."""
+        return [length for step in self.forwards for length in step.packed]
+
 
 class InvariantTarget(Target):
     """A `Target` in whose forwards a token's logits depend on nothing beside it. Raises NotImplementedError for models
@@ -67,8 +72,8 @@ class InvariantTarget(Target):
         refuse_mixing(model)
         super().__init__(model, padded=False)
 
-    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
-        super().compile(hidden, on)
+    def compile(self, on: bool = True) -> None:
+        super().compile(on)
         self.fixed = self.graph is None or not self.graph.batch_invariant
         self.chunk = CHUNK if self.fixed else Target.chunk
 

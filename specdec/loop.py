@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.budget import Budget, Drafted
 from specdec.columns import Columns
 from specdec.contracts import Draft, Drafter, Draws, Rows, Scores, Verdict, Verifier
-from specdec.draft_checks import check_draft, claimed, made_safe
+from specdec.draft_checks import check_draft, check_trimmable, claimed, made_safe
 from specdec.draws import make_draws, raise_if_undefined
 from specdec.hidden_states import HiddenStates
 from specdec.processors import Prefixes, Processors
@@ -97,10 +97,11 @@ class Batch:
     @torch.no_grad()
     def step(self) -> list[Request]:
         """One packed forward and one verdict. Returns the requests that it finished."""
+        self._clock.start()
         self.admit()
         segments = self.schedule()
         scored = [self.live[s.row] for s in segments if s.scored]
-        self._clock.start(prefill=any(self.live[s.row].steps == 0 for s in segments))
+        self._clock.prefill = any(self.live[s.row].steps == 0 for s in segments)
         draws = self.draws(scored)
         self._clock.lap("loop")
         draft, invalid = self.propose(scored, draws)
@@ -125,9 +126,10 @@ class Batch:
             self.columns.advance()
         finished = [request for request in self.live.values() if request.done]
         self.retire(finished)
-        self.count(segments, draft)
+        self.count(step)
         self._clock.lap("loop")
         self.learn(scored, draft, read)
+        self._clock.lap("loop")
         return finished
 
     def admit(self) -> None:
@@ -188,6 +190,7 @@ class Batch:
         draft = self.drafter.propose(self.rows(scored), given, draws)
         check_draft(draft, given, self.stats.drafter, self.vocab_size, self.device)
         if self.trims:
+            check_trimmable(draft, self.stats.drafter)
             self.limits, self.grades = list(draft.lengths), list(draft.grades or self.grades)
             draft = replace(draft, lengths=self.worthwhile(scored))
         return made_safe(draft, self.vocab_size) if any(draft.lengths) else self.nothing(len(scored))
@@ -285,7 +288,8 @@ class Batch:
         steps = zip(scored, draft.lengths, read.n_accepted, self.grades, self.limits, strict=True)
         could = [Drafted(request.row, *of) for request, *of, limit in steps if limit]
         self.budget.acceptance.record(could)
-        if not self._clock.prefill:
+        graph = self.target.graph
+        if not self._clock.prefill and (graph is None or graph.settled):
             drafting, seconds = self._clock.step["draft"], sum(self._clock.step.values())
             spent = 0.0 if self.trims else drafting  # what is spent anyway decides nothing
             self.budget.time(len(scored), draft.lengths, seconds - drafting, spent)
@@ -293,9 +297,9 @@ class Batch:
             if request.done:
                 self.budget.acceptance.forget(request.row)
 
-    def count(self, segments: Sequence[Segment], draft: Draft) -> None:
+    def count(self, step: Step) -> None:
         """Counted work: what regressions are measured by."""
-        self.stats.forwards += 1
+        self.stats.forwards += len(step.packed)
         self.stats.decode_forwards += not self._clock.prefill
         self.stats.verifier = self.verifier.name  # "auto" knows which rule it took only now
-        self.stats.packed_tokens += sum(len(s.tokens) for s in segments) + sum(draft.lengths)
+        self.stats.packed_tokens += sum(step.packed)

@@ -93,7 +93,7 @@ def run_padding(batch: Batch, longest: int, pad: int) -> None:
         target = Target(target.model)
     step = target.pack(segments, draft, batch.cache)
     logits, _ = target.forward(step, batch.cache)
-    batch.count(segments, draft)
+    batch.count(step)
     for request, length in zip(short, lengths, strict=True):
         batch.cache.lengths[request.row] += 1 + length
     if batch.recorder is not None:

@@ -42,7 +42,7 @@ class PeerTarget(Target):
         self._any_at_work(True)
         return super().forward(step, cache, hidden, embeds)
 
-    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
+    def compile(self, on: bool = True) -> None:
         if on:
             logger.warning("%s runs eagerly: its weights are spread over peers", type(self.model).__name__)
 

@@ -136,6 +136,11 @@ class _Reading:
     first: dict[int, int]
     segments: Sequence[Segment]
 
+    @property
+    def packed(self) -> list[int]:
+        """Tokens of the step's one forward."""
+        return [sum(len(segment.tokens) for segment in self.segments)]
+
 
 def check_readable(cache: Cache) -> None:
     """NotImplementedError, naming the kind, for a cache whose keys and values cannot be copied as they are."""

@@ -38,6 +38,7 @@ from specdec.columns import Columns
 from specdec.compat import handed_over, is_callers
 from specdec.compiled import wanted
 from specdec.contracts import BaseDrafter, Drafter, Verifier
+from specdec.draft_checks import claimed
 from specdec.drafter_spec import DrafterSpec, build_drafter
 from specdec.draws import request_array
 from specdec.invariant import LONGEST_DRAFT, check_fits, target_for
@@ -185,16 +186,17 @@ class speculate:
         return batch
 
     def _budget(self, target: Target, verifier: Verifier, longest: int) -> Budget:
-        drafter = self.drafter.text if isinstance(self.drafter, DrafterSpec) else type(self.drafter)
-        return budget_for(target.model, (drafter, verifier.name, type(target), target.graph is not None), longest)
+        drafter = self.drafter.text if isinstance(self.drafter, DrafterSpec) else self.drafter
+        return budget_for(target.model, drafter, (verifier.name, type(target), target.graph is not None), longest)
 
     def _compile(self, target: Target, drafter: Drafter | None) -> float:
         """Compile both, or have the drafter run eagerly again; the seconds that compiling took."""
         started, on = time.perf_counter(), wanted(self.compile, target.device)
         if on:
-            target.compile(getattr(drafter, "needs_hidden", None))
+            target.compile()
         if isinstance(drafter, BaseDrafter):
-            drafter.compile(on)
+            with claimed(drafter, drafter.name):  # one at work stays as it is
+                drafter.compile(on)
         return time.perf_counter() - started if on else 0.0
 
     def _reader(

@@ -41,8 +41,8 @@ class Stats:
     """A whole call. `rows` are in the order of the output's rows.
 
     forwards:         target forwards, those that only prefill included.
-    decode_forwards:  target forwards with no prompt token in them.
-    packed_tokens:    tokens run through the target in all forwards.
+    decode_forwards:  steps with no prompt token in them, each of which is one forward but where shapes are fixed.
+    packed_tokens:    tokens run through the target in all forwards, with what fills fixed shapes up.
     syncs:            device-to-host reads of the loop.
     compile_seconds:  wall time of compiling forwards, before the first step; in no phase.
     seconds:          host wall time by phase: "draft" (propose and observe), "forward" (the target), "verify"
@@ -101,9 +101,10 @@ class Clock:
         self.prefill = False
         self.last = time.perf_counter()
 
-    def start(self, prefill: bool) -> None:
+    def start(self) -> None:
+        """A step begins; `prefill` is to be set before its first lap."""
         self.step = dict.fromkeys(PHASES, 0.0)
-        self.prefill, self.last = prefill, time.perf_counter()
+        self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()

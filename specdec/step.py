@@ -83,6 +83,11 @@ class Step:
     _masks: dict = field(default_factory=dict)
 
     @property
+    def packed(self) -> list[int]:
+        """Tokens of each forward of the step."""
+        return [self.input_ids.shape[1]]
+
+    @property
     def only_chunks(self) -> bool:
         """Whether the step has nothing but prompt chunks."""
         return self.grid_places == 0
@@ -301,8 +306,8 @@ class _Plan:
         chain = torch.arange(-1, self.width - 2, device=parents_BN.device)
         by_place = chain.repeat(self.grid_places, 1)
         rows = [s for s in self.grid_segments if s.scored and len(s.tokens) == 1]
-        places = torch.tensor([self.grid_row[s.row] for s in rows], device=parents_BN.device)
-        taken = torch.tensor([self.order[s.row] for s in rows], device=parents_BN.device)
+        pairs = torch.tensor([[self.grid_row[s.row] for s in rows], [self.order[s.row] for s in rows]])
+        places, taken = pairs.to(parents_BN.device, non_blocking=True)
         n = min(self.N, self.width - 1)
         by_place[places, :n] = parents_BN[taken, :n]
         return by_place

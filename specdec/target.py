@@ -69,12 +69,13 @@ class Target:
         self._keeps_logits = "logits_to_keep" in parameters(type(model).forward)
         layer_types = getattr(self.config, "layer_types", None) or []
         self._has_windows = "sliding_attention" in layer_types and self.config.sliding_window is not None
+        self._takes_mask_dict = self.padded and "attention_mask, dict" in inspect.getsource(type(model.get_decoder()))
         self.graph: Graph | None = None
 
-    def compile(self, hidden: HiddenContract | None, on: bool = True) -> None:
-        """Run all forwards through a compiled graph that also gives the states `hidden`: compiled now, unless the model
-        has one already. Where it cannot be compiled they stay eager, which is logged once. Unless `on`: eagerly."""
-        self.graph = graph_for(self, hidden) if on else None
+    def compile(self, on: bool = True) -> None:
+        """Run all forwards through a compiled graph: compiled now, unless the model has one already. Where it cannot be
+        compiled they stay eager, which is logged once. Unless `on`: eagerly."""
+        self.graph = graph_for(self) if on else None
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +142,7 @@ class Target:
         if self.graph is None or embeds is not None:
             logits, state = self._run(step, cache, hidden, embeds)
         else:
-            logits, state = self.graph(self, step, cache)
+            logits, state = self.graph(self, step, cache, hidden)
         if self._has_windows and not self.padded and not step.windows:
             raise NotImplementedError(
                 f"{type(self.model).__name__} has sliding-window layers but does not hand its window to attention: "
@@ -214,13 +215,9 @@ class Target:
             return additive(seen, self.model.dtype) if self.model.config._attn_implementation == "eager" else seen
 
         window = getattr(self.config, "sliding_window", None)
-        if self._has_windows and self._takes_mask_dict():
+        if self._has_windows and self._takes_mask_dict:
             return {"full_attention": mask(None), "sliding_attention": mask(window)}
         return mask(window if getattr(self.config, "use_sliding_window", True) else None)
-
-    def _takes_mask_dict(self) -> bool:
-        decoder = inspect.getsource(type(self.model.get_decoder()))
-        return "isinstance(causal_mask_mapping := attention_mask, dict)" in decoder or "attention_mask, dict" in decoder
 
 
 @dataclass(frozen=True)
@@ -253,12 +250,15 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} keeps a recurrent state, which a rejected draft cannot be rolled back from: use another model"
         )
+    reason = None
     unknown = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise NotImplementedError(f"{name} has layers of type {', '.join(unknown)}, which a slot cache cannot hold")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise NotImplementedError(f"{name} attends in chunks of {config.attention_chunk_size}, which is not supported")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise NotImplementedError(f"{name} shares keys and values between layers, which is not supported")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise NotImplementedError(f"{name} builds position biases (ALiBi) from a 2D mask, which is not supported")
+        reason = f"has layers of type {', '.join(unknown)}, which a slot cache cannot hold"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        reason = f"attends in chunks of {config.attention_chunk_size}, which is not supported"
+    elif getattr(config, "num_kv_shared_layers", 0):
+        reason = "shares keys and values between layers, which is not supported"
+    elif getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        reason = "builds position biases (ALiBi) from a 2D mask, which is not supported"
+    if reason is not None:
+        raise NotImplementedError(f"{name} {reason}: use another model")

@@ -173,7 +173,7 @@ class Ladder:
     def scores_at_width(self, prompt: EncodedPrompt, tokens: Sequence[int]) -> torch.Tensor:
         """[T, V] processed scores before each of `tokens`, from forwards as wide as a verification's."""
         target = target_for(self.model, self.invariant)
-        target.compile(None, on=self.compile)
+        target.compile(self.compile)
         raw = at_width(target, prompt.tokens, tokens, self.draft_length + 1)
         return processed(self.processors([prompt]), prompt.tokens, tokens, raw)
 

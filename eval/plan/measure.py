@@ -59,7 +59,7 @@ def forward_calls(
     cache that they share. compile: through a compiled graph. Raises ValueError as `measure_forwards` does."""
     target = Target(model)
     check_grid(rows, widths, contexts, target.max_positions)
-    target.compile(None, on=compile)
+    target.compile(compile)
     cache = target.new_cache()
     cache.admit(range(max(rows)))
     cache.reserve(max(contexts) + max(widths))

@@ -112,7 +112,7 @@ def warm(
     """A batch after its prefill and a few steps, to be stepped `steps` times at most. compile: as for `steady`, which
     raises the same."""
     batch = _batch(model, drafter, draft_length, prompts, steps)
-    batch.target.compile(batch.needs_hidden, on=compile)
+    batch.target.compile(compile)
     try:
         while any(request.steps <= WARM_UP for request in batch.requests):
             batch.step()

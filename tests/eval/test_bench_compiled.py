@@ -15,7 +15,6 @@ from eval.bench_budget import RANDOM
 from specdec import compiled
 from specdec.cache import SlotLayer
 from specdec.cli import app
-from specdec.contracts import BaseDrafter
 from specdec.models import LoadedModel
 from specdec.target import Target
 from tests.tiny_models import tiny
@@ -88,15 +87,11 @@ def test_a_target_that_cannot_be_compiled_is_refused(name, bench, model, monkeyp
     assert result.exit_code == 2 and "LlamaForCausalLM cannot be compiled here" in result.stderr
 
 
-def test_states_for_heads_are_compiled_too(model):
-    class Heads(BaseDrafter):
-        needs_hidden = "post_norm"
-
+def test_calls_find_the_graph_that_was_compiled_ahead(model):
     before = graphs_made()
-    compile_ahead(model, Heads(), True)
-    for hidden in (None, "post_norm"):
-        Target(model).compile(hidden)
-    assert graphs_made() == before + 2
+    compile_ahead(model, None, True)
+    Target(model).compile()
+    assert graphs_made() == before + 1
 
 
 def test_a_killed_budget_run_keeps_what_compiling_took(bench, tmp_path):

@@ -81,7 +81,7 @@ def test_processors_and_criteria_see_a_request_alone(chosen):
     assert found == {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
 
 
-def test_padding_that_is_seen_is_caught(monkeypatch):
+def test_padding_that_is_seen_is_caught(monkeypatch, controls):
     """The control of the test above: it fails where requests keep their left pads."""
     monkeypatch.setattr("specdec.requests.Request.leave_pads", lambda self: None)
     model, failed = tiny("llama"), 0
@@ -90,6 +90,7 @@ def test_padding_that_is_seen_is_caught(monkeypatch):
         found = answers_beside_each_other(model, settings)
         failed += found != {i: alone(model, prompt, **settings).tolist() for i, prompt in enumerate(PROMPTS)}
     assert failed
+    controls("requests that keep their left pads", f"answers under {failed} of {len(TEXT_DEPENDENT)} settings")
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection", "traversal", "coupled", "typical"])
@@ -188,6 +189,22 @@ def test_a_drafter_in_use_is_refused_and_nobody_is_harmed():
     assert {done.index: done.tokens.tolist() for done in found} == expected
     again = specdec.stream_batch(model, PROMPTS, **settings)
     assert {done.index: done.tokens.tolist() for done in again} == expected
+
+
+def test_a_drafter_in_use_stays_compiled_when_another_call_asks_for_it():
+    class Compiled(Counting):
+        on = None
+
+        def compile(self, on):
+            self.on = on
+
+    model, drafter = tiny("llama"), Compiled()
+    drafting = specdec.stream_batch(model, PROMPTS, max_batch=3, drafter=drafter, max_new_tokens=4, do_sample=False)
+    next(drafting)
+    drafter.on = "as the first call wants it"
+    with pytest.raises(ValueError, match="drafter 'custom' is in use by another generation"):
+        specdec.generate(model, PROMPTS[1][None], drafter=drafter, max_new_tokens=4, do_sample=False)
+    assert drafter.on == "as the first call wants it"
 
 
 def test_what_a_drafter_raises_at_the_door_is_what_the_caller_sees():

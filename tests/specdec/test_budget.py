@@ -8,7 +8,11 @@ from operator import lt
 import numpy as np
 import pytest
 
+from drafters.ngram import NGramDrafter
+from eval.audit import AuditedDrafter
+from eval.bench_schedule import Watched
 from specdec.budget import CALLS, WINDOW, Acceptance, Budget, Cost, Drafted, allocate, budget_for
+from specdec.contracts import BaseDrafter
 from tests.tiny_models import tiny
 
 
@@ -184,11 +188,17 @@ def test_a_smaller_batch_is_not_taken_for_as_dear_as_a_larger_one(monkeypatch, c
     controls("a size known by a larger one", "tokens per second of a batch that has shrunk")
 
 
-def test_what_is_spent_without_drafting_too_is_no_cost_of_drafting():
+def test_what_is_spent_without_drafting_too_is_no_cost_of_drafting(monkeypatch, controls):
     budget = Budget(1)
     for tokens in (0, 1) * 20:
-        record(budget, 1, [Drafted(0, tokens, tokens)], 1.0, 0.6 + 0.1 * tokens)
-    assert budget.lengths([0], [1], [0]) == [1]  # 2 tokens in 1.7 s beside 1 in 1.6
+        record(budget, 1, [Drafted(0, tokens, tokens)], 1.0, 3.0 + 0.1 * tokens)
+    assert budget.acceptance.of(0)[0] > 0.9
+    assert budget.lengths([0], [1], [0]) == [1]  # 1.9 tokens in 4.1 s beside 1 in 4.0
+    forgotten = lambda worth, steps, drafts: allocate(worth, steps, lambda depth: drafts(depth) if depth else 0.0)  # noqa: E731
+    with monkeypatch.context() as control:
+        control.setattr("specdec.budget.allocate", forgotten)
+        assert budget.lengths([0], [1], [0]) == [0]  # beside 1 in 1.0
+    controls("drafting that is spent anyway taken for free without drafts", "none drafted where drafts pay")
     budget.draft_cost = cost({0: 0.0, 1: 5.0})
     assert budget.lengths([0], [1], [0]) == [0]
 
@@ -249,14 +259,29 @@ def test_costs_that_are_not_timed_any_more_are_forgotten():
 
 def test_calls_of_one_kind_on_one_model_share_what_they_learned():
     model, other = tiny("llama"), tiny("llama")
-    record(budget_for(model, "ngram", 3), 1, [Drafted(0, 3, 0)], 1.0, 0.0)
-    assert budget_for(model, "ngram", 3).step_cost.knows(4)
-    for kind in ((model, "mtp", 3), (model, "ngram", 2), (other, "ngram", 3)):
+    record(budget_for(model, "ngram", "greedy", 3), 1, [Drafted(0, 3, 0)], 1.0, 0.0)
+    assert budget_for(model, "ngram", "greedy", 3).step_cost.knows(4)
+    elsewhere = [(model, "mtp", "greedy", 3), (model, "ngram", "coupled", 3), (model, "ngram", "greedy", 2)]
+    for kind in (*elsewhere, (other, "ngram", "greedy", 3)):
         assert not budget_for(*kind).step_cost.knows(4)
-    fresh, known = (budget.acceptance.of(0) for budget in (Budget(3), budget_for(model, "ngram", 3)))
+    fresh, known = (budget.acceptance.of(0) for budget in (Budget(3), budget_for(model, "ngram", "greedy", 3)))
     assert all(map(lt, known, fresh))
     gone = weakref.ref(model)
-    del model
+    del model, elsewhere, kind
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_drafter_given_as_an_object_shares_with_none_but_who_watches_it():
+    model, drafter = tiny("llama"), NGramDrafter()
+    record(budget_for(model, drafter, "greedy", 3), 1, [Drafted(0, 3, 0)], 1.0, 0.0)
+    assert budget_for(model, drafter, "greedy", 3).step_cost.knows(4)
+    for watching in (AuditedDrafter(drafter, ["a"]), Watched(drafter)):
+        assert budget_for(model, watching, "greedy", 3).step_cost.knows(4)
+        assert watching.trimmable and not AuditedDrafter(BaseDrafter(), ["a"]).trimmable
+    assert not budget_for(model, NGramDrafter(), "greedy", 3).step_cost.knows(4)
+    gone = weakref.ref(drafter)
+    del drafter, watching
     gc.collect()
     assert gone() is None
 

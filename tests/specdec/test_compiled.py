@@ -36,7 +36,7 @@ def scenario(monkeypatch):
     class Compiled(Target):
         def __init__(self, model, padded):
             super().__init__(model, padded)
-            self.compile(None)
+            self.compile()
             assert self.graph is not None
 
     monkeypatch.setattr(test_target, "Target", Compiled)
@@ -59,9 +59,10 @@ def test_steps_of_every_shape_run_one_graph(family, traced_only, scenario):
     assert worst <= 1e-9 and graphs == 1
 
 
-def test_a_graph_of_fixed_sizes_would_be_made_again(traced_only, scenario, monkeypatch):
+def test_a_graph_of_fixed_sizes_would_be_made_again(traced_only, scenario, monkeypatch, controls):
     monkeypatch.setattr(torch._dynamo, "mark_dynamic", torch._dynamo.mark_static)
     assert scenario(tiny("llama"))[1] > 1
+    controls("a graph of fixed sizes", "graphs made for steps of several shapes")
 
 
 @pytest.mark.slow
@@ -80,27 +81,41 @@ def forward(target, length, hidden):
     return target.forward(step, cache, hidden)
 
 
-@pytest.mark.parametrize("hidden", ["post_norm", "pre_norm"])
-def test_states_come_out_of_the_graph(hidden, traced_only):
+def test_states_come_out_of_the_one_graph(traced_only):
     model = tiny("llama")
     compiled_target, before = Target(model), graphs_made()
-    compiled_target.compile(hidden)
-    for length in (5, 9):  # the hook that fills them is there only in the forward that is traced
-        logits, states = forward(compiled_target, length, hidden)
-        expected_logits, expected = forward(Target(model), length, hidden)
-        torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
-        torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
-    assert graphs_made() == before + 1 and not any(module._forward_hooks for module in model.modules())
+    compiled_target.compile()
+    for length in (5, 9):  # the hooks that fill them are there only in the forward that is traced
+        for hidden in ("post_norm", "pre_norm"):
+            logits, states = forward(compiled_target, length, hidden)
+            expected_logits, expected = forward(Target(model), length, hidden)
+            torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
+            torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
+        assert forward(compiled_target, length, None)[1] is None
+    assert graphs_made() == before + 1
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_a_final_norm_has_states_after_it_alone(traced_only, monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr("specdec.capture._final_norm", lambda decoder: None)
+    target = Target(model)
+    target.compile()
+    torch.testing.assert_close(forward(target, 5, "post_norm")[1], forward(Target(model), 5, "post_norm")[1])
+    with pytest.raises(NotImplementedError, match="no final norm under a known name: use needs_hidden='post_norm'"):
+        forward(target, 5, "pre_norm")
 
 
 def test_states_come_out_of_a_graph_that_torch_makes_again(traced_only, monkeypatch, controls):
     def worst(model):
         target = Target(model.eval())
-        target.compile("post_norm")
+        target.compile()
         forward(target, 5, "post_norm")
         torch.use_deterministic_algorithms(True)  # torch guards on it
-        states, expected = forward(target, 9, "post_norm")[1], forward(Target(model), 9, "post_norm")[1]
-        torch.use_deterministic_algorithms(False)
+        try:
+            states, expected = forward(target, 9, "post_norm")[1], forward(Target(model), 9, "post_norm")[1]
+        finally:
+            torch.use_deterministic_algorithms(False)
         return torch.inf if states is None else (states - expected).abs().max()
 
     before = graphs_made()
@@ -108,28 +123,29 @@ def test_states_come_out_of_a_graph_that_torch_makes_again(traced_only, monkeypa
     hidden = iter(["post_norm"])
     only_first = lambda model, _, mine, captured=compiled.captured: captured(model, next(hidden, None), mine)  # noqa: E731
     monkeypatch.setattr(compiled, "captured", only_first)
-    assert worst(tiny("llama")) == torch.inf
+    with pytest.raises(IndexError):
+        worst(tiny("llama"))
     controls("a hook for the states only in the first forward", "no states from the graph made again")
 
 
 def test_autocast_and_threads_have_a_graph_of_their_own(traced_only):
     model = tiny("llama", dtype=torch.float32)
     plain, target = Target(model), Target(model)
-    target.compile(None)
+    target.compile()
     outside, threads = target.graph, torch.get_num_threads()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        target.compile(None)
+        target.compile()
         assert target.graph is not outside
         expected, found = (forward(each, 9, None)[0].float() for each in (plain, target))
     assert (found - forward(plain, 9, None)[0]).abs().max() > 0  # autocast, not float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
     torch.set_num_threads(threads + 1)
     try:
-        target.compile(None)
+        target.compile()
         assert target.graph is not outside
     finally:
         torch.set_num_threads(threads)
-    target.compile(None)
+    target.compile()
     assert target.graph is outside
 
 
@@ -137,8 +153,8 @@ def test_another_threads_hook_for_states_is_no_change(traced_only):
     model = tiny("llama")
     target, later = Target(model), Target(model)
     with target.capture("post_norm"):  # as while it decodes eagerly with heads
-        target.compile(None)
-    later.compile(None)
+        target.compile()
+    later.compile()
     with later.capture("post_norm"):
         assert target.graph is not None and later.graph is target.graph and not target.graph.is_stale(model)
 
@@ -229,7 +245,7 @@ def test_a_changed_model_is_noticed(traced_only):
         model.model.layers[0].register_forward_hook(lambda module, args, out: None)
 
     target = Target(model)
-    target.compile(None)
+    target.compile()
     graph = target.graph
 
     def scaled():
@@ -298,7 +314,7 @@ def test_threads_share_one_graph(traced_only):
 def test_a_graph_goes_with_its_model(traced_only):
     model = small()
     target = Target(model)
-    target.compile(None)
+    target.compile()
     graph, alive = weakref.ref(target.graph), weakref.ref(model)
     del target, model
     gc.collect()

@@ -139,7 +139,7 @@ def test_compiled_forwards_run_it(monkeypatch):
     config = LlamaConfig(**sizes, head_dim=32, num_hidden_layers=2, vocab_size=97)
     model = AutoModelForCausalLM.from_config(config).eval()
     target = Target(model)
-    target.compile(None)
+    target.compile()
     results = []
     for each in (target, Target(model)):
         cache = each.new_cache()

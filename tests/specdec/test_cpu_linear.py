@@ -126,6 +126,6 @@ def test_compiled_forwards_run_it(monkeypatch):
         lambda self, *inputs, run=cpu_linear.OwnProducts._replace: replaced.append(1) or run(self, *inputs),
     )
     target = Target(model.eval())
-    target.compile(None)
+    target.compile()
     assert target.graph is not None and len(replaced) == 4 * 2 + 1
-    assert compiled.graph_for(target, None) is target.graph
+    assert compiled.graph_for(target) is target.graph

@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import specdec
 from drafters.medusa import MedusaDrafter
 from drafters.mtp import MTPDrafter
+from drafters.ngram import NGramDrafter
+from eval.methods import left_padded
 from specdec import cpu_attention, cpu_linear, invariant, loop
-from specdec.invariant import LONGEST_DRAFT, WIDTH, InvariantTarget
+from specdec.invariant import CHUNK, LONGEST_DRAFT, TOKENS, WIDTH, InvariantTarget
 from tests.heads.test_medusa import random_heads
 from tests.heads.test_mtp import random_head
 from tests.shapes import depend_on_shapes
@@ -125,7 +127,7 @@ needs_own_kernels = pytest.mark.skipif(
 def test_a_batch_invariant_graph_needs_no_fixed_shapes(run, dtype):
     model = model_of_whole_panels(dtype)
     target = invariant.target_for(model, True)
-    target.compile(None)
+    target.compile()
     assert not target.fixed
     assert moved(run, model, SETTINGS[:5], compile=True) == [0] * 5
     stats = [
@@ -133,6 +135,22 @@ def test_a_batch_invariant_graph_needs_no_fixed_shapes(run, dtype):
         for on in (False, True)
     ]
     assert stats[0].packed_tokens == stats[1].packed_tokens
+
+
+class WithStates(NGramDrafter):
+    """Asks for states, as heads do."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        object.__setattr__(self, "needs_hidden", hidden)
+
+
+@needs_own_kernels
+@pytest.mark.timeout(600)
+def test_a_drafter_that_asks_for_states_changes_no_bit(run):
+    model = model_of_whole_panels(torch.bfloat16)
+    settings = [{"max_batch": 8, "drafter": WithStates(hidden)} for hidden in ("post_norm", "pre_norm")]
+    assert moved(run, model, settings, compile=True) == [0, 0]
 
 
 @needs_own_kernels
@@ -145,7 +163,7 @@ def test_a_graph_that_depends_on_shapes_is_noticed(run, monkeypatch, controls):
     monkeypatch.setattr(cpu_attention, "attend", by_length)
     model = model_of_whole_panels(torch.float32)
     target = invariant.target_for(model, True)
-    target.compile(None)
+    target.compile()
     assert target.fixed
     monkeypatch.setattr(InvariantTarget, "fixed", property(lambda self: False, lambda self, fixed: None))
     assert any(moved(run, model, SETTINGS[:3], compile=True))
@@ -286,3 +304,13 @@ def test_the_real_model_in_bfloat16(run, demo, controls):
     default = common | {"drafter": None, "invariant": False}
     assert differing(*(run(model, max_batch=n, **default)[0] for n in (1, 3)))
     controls("the default mode in bfloat16, demo model", "other bits in a batch than alone")
+
+
+def test_work_is_counted_as_the_model_meets_it():
+    model, lengths = tiny("llama", vocab=VOCAB), []
+    model.model.register_forward_hook(lambda module, args, out: lengths.append(out[0].shape[-2]))
+    ids, mask = left_padded([prompt.tolist() for prompt in (*PROMPTS, *PROMPTS)], 0, model.device)
+    settings = {"invariant": True, "max_new_tokens": 5, "do_sample": False, "return_stats": True}
+    stats = specdec.generate(model, ids, attention_mask=mask, pad_token_id=0, **settings)[1]
+    assert stats.forwards == len(lengths) and stats.packed_tokens == sum(lengths)
+    assert set(lengths) == {TOKENS, CHUNK}

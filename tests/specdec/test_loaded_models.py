@@ -15,7 +15,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
-def test_a_model_on_cpu_and_disk(family, tmp_path):
+def test_a_model_on_cpu_and_disk(family, tmp_path, caplog):
     """The second layer's weights are read from disk for every forward."""
     model = tiny(family)
     expected, outputs = model.generate(**prompts(), **GREEDY), real_outputs(model, max_new_tokens=24)
@@ -31,6 +31,8 @@ def test_a_model_on_cpu_and_disk(family, tmp_path):
     assert torch.equal(out, expected) and stats.mean_accepted_length > 1.5
     with specdec.patch(model) as patched:
         assert torch.equal(model.generate(**prompts(), **GREEDY), expected) and patched.stats is not None
+    assert torch.equal(specdec.generate(model, **prompts(), **GREEDY, compile=True), expected)
+    assert "runs eagerly, as it cannot be compiled here: some of its weights are offloaded" in caplog.text
 
 
 def test_a_checkpoint_loaded_with_a_device_map(tmp_path):
