@@ -21,7 +21,7 @@ from eval.bench_verify import peaked
 from eval.plan.measure import forward_calls
 from eval.plan.show import Columns
 from eval.timing import in_ms, interleaved, spread
-from specdec.contracts import Draft, Scores
+from specdec.contracts import Draft, Scores, Verifier
 from specdec.draws import make_draws
 from specdec.processors import Prefixes, Processors
 from specdec.registry import VERIFIERS, known
@@ -67,24 +67,25 @@ def operations(
     calls, _ = forward_calls(model, [B], [N + 1], [context], repeats + 1, compile)
     parts: dict[str, Callable[[], Any]] = {FORWARD: calls[B, N + 1, context]}
     for rule, takes_q in RULES.items():
-        parts[f"verify: {rule}"] = partial(verify, rule.partition(",")[0], with_q if takes_q else one_hot, scores)
+        verifier = known(VERIFIERS, rule.partition(",")[0], "verifier")()
+        parts[f"verify: {rule}"] = partial(verify, verifier, with_q if takes_q else one_hot, scores)
     columns = [np.arange(context, dtype=np.int64) % V for _ in range(B)]
     for name, processors in PROCESSORS.items():
+        processors = Processors(LogitsProcessorList(processors), V)
         parts[f"processors: {name}"] = partial(process, processors, logits, columns, one_hot)
     return parts
 
 
-def verify(rule: str, draft: Draft, scores: Scores) -> None:
+def verify(verifier: Verifier, draft: Draft, scores: Scores) -> None:
     """One verdict as in a step: new draws, and nothing kept from the last one."""
-    verifier, B = known(VERIFIERS, rule, "verifier")(), len(draft.lengths)
+    B = len(draft.lengths)
     draws = make_draws(verifier.draws, 0, range(B), [0] * B, [0] * B, lambda x: x, draft.tokens.device)
     verifier.verify(draft, Scores(scores.logits, scores.index), draws)
 
 
-def process(processors: list, logits: Tensor, columns: list[np.ndarray], draft: Draft) -> None:
+def process(processors: Processors, logits: Tensor, columns: list[np.ndarray], draft: Draft) -> None:
     """p at every position."""
-    V = logits.shape[-1]
-    Processors(LogitsProcessorList(processors), V).apply(logits, Prefixes(columns, range(len(columns)), draft))
+    processors.apply(logits, Prefixes(columns, range(len(columns)), draft))
 
 
 def summary(part: str, seconds: list[float], forward_seconds: float) -> dict[str, Any]:

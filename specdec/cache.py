@@ -118,19 +118,22 @@ class SlotCache(Cache):
             self._resize(len(self._row_at), self.capacity)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Free the rows' places; the last used place moves into each hole (one contiguous copy per layer). The buffers
-        go with the last row."""
-        for row in rows:
-            hole, last_row = self._place_of.pop(row), self._row_at.pop()
-            del self.lengths[row]
-            self.masked.pop(row, None)
-            if last_row == row:
-                continue
-            last, length = len(self._row_at), self.lengths[last_row]
+        """Free the rows' places; the last of those that stay move into the holes (one contiguous copy per layer). The
+        buffers go with the last row."""
+        gone = {row: self._place_of.pop(row) for row in rows}
+        left = len(self._row_at) - len(gone)
+        holes = [place for place in gone.values() if place < left]
+        moving = [row for row in self._row_at[left:] if row not in gone]
+        for hole, row in zip(holes, moving, strict=True):
+            place, length = self._place_of[row], self.lengths[row]
             for layer in self._filled_layers():
                 for buffer in (layer.keys, layer.values):
-                    buffer[hole, :, :length] = buffer[last, :, :length]
-            self._row_at[hole], self._place_of[last_row] = last_row, hole
+                    buffer[hole, :, :length] = buffer[place, :, :length]
+            self._row_at[hole], self._place_of[row] = row, hole
+        del self._row_at[left:]
+        for row in gone:
+            del self.lengths[row]
+            self.masked.pop(row, None)
         if not self._row_at:  # idle: the next user may have another dtype, device or autograd mode
             self.places = self.capacity = 0
             for layer in self.layers:
@@ -154,7 +157,8 @@ class SlotCache(Cache):
         """After a tree step: move each row's accepted nodes to the slots right after its root.
 
         row_starts: (row id, slot of the root) per row of `path` [B, P] (node indices, -1 = none)."""
-        placed = torch.tensor([(self.place(row), start + 1) for row, start in row_starts], device=path.device)
+        placed = torch.tensor([(self.place(row), start + 1) for row, start in row_starts])
+        placed = placed.to(path.device, non_blocking=True)
         places, first = placed[:, :1], placed[:, 1:]
         # A missing node copies onto itself; where a row ends before the longest path would, onto the padding slot.
         target = (first + torch.arange(path.shape[1], device=path.device)).clamp(max=self.capacity)

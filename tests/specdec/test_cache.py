@@ -23,3 +23,23 @@ def test_an_accepted_path_moves_and_a_row_at_the_end_of_the_buffer_stays():
     # broken control: the path read one node further on
     cache.keep_path([(1, 10)], torch.tensor([[2, 3]]))
     assert not torch.equal(layer.keys[:, :, :BUCKET], expected[:, :, :BUCKET])
+
+
+def test_rows_that_go_together_are_not_moved_before_they_go():
+    def moved(release):
+        cache = SlotCache(1)
+        cache.admit(range(8))
+        cache.reserve(BUCKET)
+        layer = cache.layers[0]
+        layer.lazy_initialization(torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 3))
+        layer.keys.copy_(torch.arange(8.0).view(8, 1, 1, 1).expand_as(layer.keys))
+        cache.lengths.update(dict.fromkeys(range(8), 4))
+        before = layer.keys._version
+        release(cache)
+        return layer.keys, layer.keys._version - before, [cache.place(row) for row in (3, 4)]
+
+    keys, writes, places = moved(lambda cache: cache.release([0, 1, 2, 5, 6, 7]))
+    assert writes == 2 and sorted(places) == [0, 1]
+    assert [keys[place, 0, 0, 0] for place in places] == [3, 4]
+    one_by_one = lambda cache: [cache.release([row]) for row in (0, 1, 2, 5, 6, 7)]  # noqa: E731
+    assert moved(one_by_one)[1] > 2  # broken control
