@@ -50,7 +50,8 @@ def generate(
                   or None for plain decoding.
     verifier:     "auto" (the lossless rule that fits the draft, see verifiers/auto.py), a name, or an object.
     draft_length: drafted tokens per row and step, at most; 0 is plain decoding. None: as many as pay, from 0 to
-                  LONGEST, by what steps turn out to cost and to accept (see specdec.budget); but DRAFT_LENGTH where
+                  LONGEST, by what steps turn out to cost and to accept (see specdec.budget), which the next call with
+                  the same model and drafter (the same name, or object) begins with; but DRAFT_LENGTH where
                   the sample depends on the length (sampling with another rule than "coupled"), so that a seed gives
                   the same sample whatever the clock does, and in tensor-parallel processes. A name's own length= goes
                   before it.
