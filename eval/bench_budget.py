@@ -203,7 +203,8 @@ class Run:
     """One method's generation, a step at a time.
 
     tokens, seconds: emitted, and taken, after every row has its first token.   first_row: of its row ids, which are
-    others than those of runs beside it, for they share `drafter`."""
+    others than those of runs beside it, for they share `drafter`. One that keeps a cache has the rows of all runs in
+    it, and a run's eager drafting looks over those that entered before: in every round others."""
 
     def __init__(
         self,

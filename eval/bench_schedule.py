@@ -85,9 +85,10 @@ def run(
     spec = DrafterSpec.parse(drafter)
     if spec.length == 0:
         raise ValueError(f"drafter {drafter!r} drafts nothing, and plain decoding runs beside it: give another length")
+    given = load_prompts(prompts, limit)
     loaded = load_target(target, dtype, device)
     model = loaded.model
-    texts = itertools.cycle(encode(load_prompts(prompts, limit), loaded.tokenizer, raw))
+    texts = itertools.cycle(encode(given, loaded.tokenizer, raw))
     requests = [EncodedPrompt(n, str(n), "", tokens) for n, tokens in zip(range(limit), texts, strict=False)]
     check_room(model, requests, max_new_tokens)
     drafts = build_drafter(spec, loaded)

@@ -70,12 +70,7 @@ def stream_batch(
     Example: for done in specdec.stream_batch(model, tokenizer(texts).input_ids, max_new_tokens=64): print(done.index)
     """
     refuse_arguments(kwargs, "specdec.stream_batch", INSTEAD)
-    rows = [torch.as_tensor(prompt).flatten() for prompt in prompts]
-    for index, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"prompt {index} is empty: give at least one token to go on from")
-        if row.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"prompt {index} is of {row.dtype}: give token ids, integers")
+    rows = _rows(prompts)
     decode = speculate(
         drafter=drafter, verifier=verifier, draft_length=draft_length, seed=seed, request_ids=request_ids,
         tokenizer=tokenizer, max_batch=max_batch, invariant=invariant, compile=compile,
@@ -104,3 +99,22 @@ def stream_batch(
     return (
         Finished(request.index, torch.from_numpy(request.emitted.copy()), request.stats) for request in batch.finished()
     )
+
+
+def _rows(prompts: Sequence[Tensor | Sequence[int]]) -> list[Tensor]:
+    """The prompts' token ids, each [n] with n > 0. ValueError for anything else."""
+    try:
+        rows = [torch.as_tensor(prompt) for prompt in prompts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__} of which torch makes no tensors ({error}): give one sequence of "
+            f"token ids per request, such as tokenizer(texts).input_ids"
+        ) from error
+    for index, row in enumerate(rows):
+        if not row.numel():
+            raise ValueError(f"prompt {index} is empty: give at least one token to go on from")
+        if row.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"prompt {index} is of {row.dtype}: give token ids, integers")
+        if row.shape[-1:] != (row.numel(),):
+            raise ValueError(f"prompt {index} has shape {list(row.shape)}: give one sequence of token ids per request")
+    return [row.flatten() for row in rows]

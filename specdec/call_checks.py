@@ -6,7 +6,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
@@ -26,17 +25,16 @@ HONOURED = {
 
 def check_draft_length(draft_length: int) -> None:
     """ValueError for anything but a whole number of at least 0."""
-    if not isinstance(draft_length, int | np.integer) or draft_length < 0:
-        raise ValueError(f"draft_length is {draft_length!r}: give 0 (plain decoding) or more drafted tokens per step")
+    whole_number(draft_length, "draft_length", "give 0 (plain decoding) or more drafted tokens per step", least=0)
 
 
 def whole_number(value: Any, name: str, advice: str, least: int | None = None) -> int:
-    """`value`, of any integer type, as an int. ValueError for anything else and for one below `least`."""
+    """`value`, of any integer type but bool, as an int. ValueError for anything else and for one below `least`."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or (least is not None and number < least):
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
         raise ValueError(f"{name} is {value!r}: {advice}")
     return number
 

@@ -60,7 +60,8 @@ def evaluate(
         str,
         typer.Option(
             "--draft-length",
-            help="Most drafted tokens per step; 0 is plain decoding; auto: learned. Several, comma-separated.",
+            help="Most drafted tokens per step; 0 is plain decoding; auto: learned, but where another rule than "
+            "coupled samples. Several, comma-separated.",
         ),
     ] = "5",
     verifiers: Annotated[

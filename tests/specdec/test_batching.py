@@ -257,6 +257,12 @@ def test_what_is_refused():
         specdec.stream_batch(model, PROMPTS, min_length=9, max_new_tokens=4)
     with pytest.raises(ValueError, match="prompt 0 is of torch.float32"):
         specdec.stream_batch(model, [[1.5]], max_new_tokens=4)
+    for prompts, what in (("abc", "prompts is a str"), (5, "prompts is a int"), ([[1, [2]]], "prompts is a list")):
+        with pytest.raises(ValueError, match=f"{what} of which torch .*: give one sequence of token ids per request"):
+            specdec.stream_batch(model, prompts, max_new_tokens=4)
+    for prompts, shape in (([[[1, 2], [3, 4]]], r"\[2, 2\]"), ([7], r"\[\]")):
+        with pytest.raises(ValueError, match=f"prompt 0 has shape {shape}: give one sequence of token ids"):
+            specdec.stream_batch(model, prompts, max_new_tokens=4)
     with pytest.raises(ValueError, match="row 1 of the prompts holds token id 97"):
         specdec.stream_batch(model, [[3], [97]], max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="num_return_sequences is 2.*give the prompt as many times"):

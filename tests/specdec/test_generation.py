@@ -387,6 +387,7 @@ def test_tokenizers_are_compared_on_what_both_know():
         ),
         ({"input_ids": torch.ones(1, 300, dtype=torch.long)}, "300 tokens.*256 positions"),
         ({"draft_length": -1}, "draft_length is -1"),
+        ({"draft_length": True}, "draft_length is True"),
         ({"drafter": "nonsense"}, "unknown drafter 'nonsense': known are draft_model, medusa, mtp, ngram"),
         ({"drafter": "draft_model"}, "needs model=NAME or layers=K"),
         ({"drafter": object()}, "lacks some of"),

@@ -240,6 +240,47 @@ def test_who_hands_over_trees_drafts_all_of_them_from_then_on(run):
     check_trees(run)
 
 
+class Settling:
+    """In place of a graph: the first `cold` of its forwards take longer than later ones will."""
+
+    def __init__(self, cold):
+        self.cold = cold
+
+    def __call__(self, target, step, cache, hidden):
+        self.cold -= 1
+        self.settled = self.cold < 0
+        return target._run(step, cache, hidden, None)
+
+
+@pytest.mark.parametrize("cold", [0, 3])
+def test_forwards_of_a_graph_that_is_not_settled_are_not_timed(cold, run, monkeypatch):
+    monkeypatch.setattr("specdec.target.graph_for", lambda target: Settling(cold))
+    done = run(compile=True)
+    assert len(done.budget.recorded) == len(done.steps)
+    assert len(done.budget.timed) == len(done.steps) - max(cold, 1)  # the first one reads the prompts
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [
+        (lambda tokens: Draft(tokens, [1], torch.full_like(tokens, -1)), "a tree"),
+        (
+            lambda tokens: Draft(tokens, [1], q_logits=torch.zeros(1, 1, VOCAB), q_logz=torch.zeros(1, 1)),
+            "a draft with",
+        ),
+    ],
+)
+def test_drafts_that_are_not_to_be_cut_once_known_are_refused(draft, kind):
+    class Trimmable(BaseDrafter):
+        trimmable = True
+
+        def propose(self, rows, budget, draws):
+            return draft(torch.zeros(1, 1, dtype=torch.long))
+
+    with pytest.raises(ValueError, match=f"drafter 'custom' is trimmable but returned {kind}"):
+        specdec.generate(tiny("llama"), torch.tensor([[1, 2]]), drafter=Trimmable(), max_new_tokens=4, do_sample=False)
+
+
 def drops_grades(worthwhile, batch, scored):
     batch.grades = [0] * len(scored)
     return worthwhile(batch, scored)
