@@ -75,7 +75,8 @@ def test_engine_method_hands_over_the_request():
 
     def engine(model, input_ids, attention_mask, drafter, on_commit, **keywords):
         on_commit(0, [1], 0)
-        seen.update(keywords, shape=tuple(input_ids.shape), mask=attention_mask.sum().item(), drafter=drafter.drafter)
+        shown = {"shape": tuple(input_ids.shape), "mask": attention_mask.sum().item(), "drafter": drafter.__wrapped__}
+        seen.update(keywords, **shown)
         return torch.cat([input_ids, torch.tensor([[1], [2]])], 1), Stats("x", "greedy", True, forwards=9)
 
     drafter = NGramDrafter()

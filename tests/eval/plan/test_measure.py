@@ -111,6 +111,8 @@ def test_trees_are_refused(model):
     """Accepted tokens are counted by depth and costs by node, so that neither says what the other is worth."""
 
     class Trees(NGramDrafter):
+        trimmable = False
+
         def propose(self, rows, budget, draws):
             draft = super().propose(rows, budget, draws)
             return replace(draft, parents=torch.full_like(draft.tokens, -1))
